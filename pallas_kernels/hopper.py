@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+
 from jaxserve.pallas_kernels.target import TargetChip
 
 NAMES = ("GH200", "H100", "H200", "H800", "H20")  # a name before the names that it contains

@@ -9,8 +9,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxserve.pallas_kernels.target import target_platform
 from jaxtyping import Array, Int, Shaped
+
+from jaxserve.pallas_kernels.target import target_platform
 
 __all__ = ["is_narrow", "kept_beside"]
 

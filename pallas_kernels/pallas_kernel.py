@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import jax
+
 from jaxserve.pallas_kernels import hopper, tpu
 from jaxserve.pallas_kernels.target import TargetChip, target_platform
 

@@ -8,6 +8,7 @@ from typing import Any
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
 from jaxserve.pallas_kernels.hopper import computing_registers
 
 

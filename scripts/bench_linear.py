@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from jaxserve.pallas_kernels import native, packed_linear
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 

@@ -14,10 +14,10 @@ import json
 from unittest import mock
 
 import jax.numpy as jnp
-from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL
-from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 
 from jaxserve.models.arch import ArchConfig
+from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.tools.planner.models import read_model
 from jaxserve.tools.planner.program import StepCompiler, temp_bytes

@@ -20,8 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.assembly.generation_defaults import build_arch
@@ -31,6 +29,8 @@ from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.state import new_pool
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 from jaxserve.tools.bench.workloads import load_workload, token_ids
 
 ROOT = Path(__file__).parent.parent

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
-from jaxserve.weights.safetensors_store import open_tensors
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -34,6 +33,7 @@ from jaxserve.models.params import Params
 from jaxserve.models.registry import from_hf_config, param_specs
 from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint
 from jaxserve.tools.quantizer.scheme import SCHEMES, QuantizeOptions
+from jaxserve.weights.safetensors_store import open_tensors
 from training import stdlib_corpus
 from training.dense_model import load_model
 

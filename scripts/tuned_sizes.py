@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from device_report.document import Document, Entry
 from jaxserve.pallas_kernels.pallas_kernel import TunedSizes, read_entries
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import KERNEL
-
-from device_report.document import Document, Entry
 
 RESULTS = Path(__file__).parent / "results" / "tpu.json"
 GAIN = 0.03  # minimum relative gain in the time of decode and prefill, with equal weights: less may be chance

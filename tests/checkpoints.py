@@ -9,12 +9,12 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 import ml_dtypes
 import numpy as np
 import transformers
-from jaxserve.weights import safetensors_store
-from jaxserve.weights.rows import hf_shapes
 from numpy.typing import NDArray
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from jaxserve.models import registry
+from jaxserve.weights import safetensors_store
+from jaxserve.weights.rows import hf_shapes
 from tests.oracles import Missing, has_torch, torch
 
 transformers.logging.set_verbosity_error()

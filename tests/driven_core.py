@@ -13,12 +13,7 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.metrics import EngineStats
 from jaxserve.core.core import EngineCore
 from jaxserve.core.deltas import Delta
-from jaxserve.core.events import (
-    Cancelled,
-    Record,
-    Submitted,
-    Transferred,
-)
+from jaxserve.core.events import Cancelled, Record, Submitted, Transferred
 from jaxserve.core.replica import Replica
 from jaxserve.core.step_chooser import NewChooser, StepChooser
 from jaxserve.layers.kv_forms import HeadVectors

@@ -15,12 +15,7 @@ from typing import Any
 
 from jaxserve import __main__ as command
 from jaxserve.api.config import EngineConfig
-from jaxserve.api.metrics import (
-    EngineStats,
-    Occupancy,
-    PeakRates,
-    StepStats,
-)
+from jaxserve.api.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import RequestError

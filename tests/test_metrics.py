@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.api.metrics import (
-    Counts,
-    EngineStats,
-    LayerCounts,
-    PeakRates,
-    StepStats,
-    TimeSplit,
-    split_time,
-)
+from jaxserve.api.metrics import Counts, EngineStats, LayerCounts, PeakRates, StepStats, TimeSplit, split_time
 
 PEAK_RATES = PeakRates(flops_per_s=2e9, bytes_per_s=1e9)
 

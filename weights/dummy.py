@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Sharding
+
 from jaxserve.weights.rows import Params, Shardings, TensorRow, build_tree, sharding_at
 
 _STD = 0.02

@@ -11,11 +11,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.weights.mapped_array import read
 from jaxserve.weights.quantized.packing import packed_pairs
 from jaxserve.weights.quantized.scheme import Role
 from jaxserve.weights.stored_tensor import MatrixPart
-from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.gguf_blocks import BLOCK_TYPES, Bytes
 from jaxserve.weights.mapped_array import MappedArray
-from numpy.typing import NDArray
 
 SUFFIX = ".gguf"
 AGAIN = "download or convert it again"

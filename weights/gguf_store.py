@@ -9,6 +9,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
+
 from jaxserve.weights.gguf_blocks import BLOCK_TYPES, BlockTensor, Field, alternating
 from jaxserve.weights.gguf_file import AGAIN, FLOATS, GgufFile, GgufTensor, find_file, open_file
 from jaxserve.weights.gguf_models import GgufModel, find_model

@@ -12,24 +12,16 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.weights.errors import Mismatch
 from jaxserve.weights.progress import progress_bar
 from jaxserve.weights.quantized import QuantizedPart, Schemes, quantized_view
-from jaxserve.weights.rows import (
-    FLOATS,
-    TEXT_PART,
-    Params,
-    Shardings,
-    TensorRow,
-    build_tree,
-    hf_shapes,
-    sharding_at,
-)
+from jaxserve.weights.rows import FLOATS, TEXT_PART, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
 from jaxserve.weights.stored_head import HEAD_NAMES, dropped_heads, with_tied_leaves, with_tied_tensors
 from jaxserve.weights.stored_tensor import Part, StoredTensor, Tensor, Tensors, host_rows
 from jaxserve.weights.stores import find_store
 from jaxserve.weights.tree import checkpoint_tensors
-from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 

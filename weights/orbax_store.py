@@ -13,10 +13,11 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.mapped_array import MappedArray
 from jaxserve.weights.stored_tensor import Tensor, Tensors
-from numpy.typing import NDArray
 
 FOLDER = "orbax"
 _STATE = "state"  # folder that Orbax creates for an array tree

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.mapped_array import map_bytes
-from numpy.typing import NDArray
 
 _HEADER_ALIGNMENT = 8
 _MAX_HEADER_BYTES = 100_000_000  # limit set by the format

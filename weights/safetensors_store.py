@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.json_file import leaves_directory, read_object
 from jaxserve.weights.safetensors_file import map_file, num_bytes, write_file
 from jaxserve.weights.stored_tensor import Tensor, Tensors
-from numpy.typing import NDArray
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _MODELOPT_CONFIG = "hf_quant_config.json"  # has ModelOpt's quantisation if config.json lacks it

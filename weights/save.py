@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax.numpy as jnp
+
 from jaxserve.weights import orbax_store, safetensors_store
 from jaxserve.weights.new_directory import new_directory
 from jaxserve.weights.rows import Params, TensorRow

@@ -6,11 +6,12 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.weights.errors import Mismatch
 from jaxserve.weights.mapped_array import read
 from jaxserve.weights.rows import HEADS, TEXT_PART, Params, TensorRow
 from jaxserve.weights.stored_tensor import Tensor, host_rows
-from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 

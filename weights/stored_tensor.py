@@ -14,8 +14,9 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Sharding
-from jaxserve.weights.mapped_array import MappedArray
 from numpy.typing import NDArray
+
+from jaxserve.weights.mapped_array import MappedArray
 
 _READ_BYTES = 4 << 20  # file bytes per read
 

@@ -7,10 +7,11 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.weights.errors import CheckpointError, Mismatch
 from jaxserve.weights.rows import FLOATS, Params, Path, TensorRow, hf_row_counts, leaf_at
 from jaxserve.weights.stored_tensor import Tensor, host_rows
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, no_type_check
 
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.api.schema import (
-    SWITCH,
-    TEXT,
-    Schema,
-    integer,
-    one_of,
-    unknown_names,
-)
+from jaxserve.api.schema import SWITCH, TEXT, Schema, integer, one_of, unknown_names
 from jaxserve.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:

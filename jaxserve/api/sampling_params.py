@@ -7,17 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, no_type_check
 
-from jaxserve.api.schema import (
-    FILLED_TEXT,
-    SWITCH,
-    FieldType,
-    Schema,
-    integer,
-    list_of,
-    number,
-    one_of,
-    unknown_names,
-)
+from jaxserve.api.schema import FILLED_TEXT, SWITCH, FieldType, Schema, integer, list_of, number, one_of, unknown_names
 from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.api.vllm_options import SAMPLING_ARGUMENTS, check_arguments
 from jaxserve.errors import RequestError, brief

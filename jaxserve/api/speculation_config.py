@@ -8,13 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jaxserve.api.option_values import read_object
-from jaxserve.api.schema import (
-    PATH,
-    SWITCH,
-    Schema,
-    integer,
-    one_of,
-)
+from jaxserve.api.schema import PATH, SWITCH, Schema, integer, one_of
 from jaxserve.api.token_tree import MAX_NODES, TokenTree
 from jaxserve.errors import ConfigError
 

@@ -9,13 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, no_type_check
 
-from jaxserve.api.schema import (
-    FILLED_TEXT,
-    SWITCH,
-    Schema,
-    list_of,
-    unknown_names,
-)
+from jaxserve.api.schema import FILLED_TEXT, SWITCH, Schema, list_of, unknown_names
 from jaxserve.errors import RequestError, brief
 
 MAX_GRAMMAR_CHARS = 2**18

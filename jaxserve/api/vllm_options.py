@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.api.schema import SWITCH, FieldType, is_one_of
-from jaxserve.api.vllm_names import (
-    ANY_VALUE,
-    OFF,
-    SERVER,
-    SWITCHES,
-    UNSUPPORTED,
-)
+from jaxserve.api.vllm_names import ANY_VALUE, OFF, SERVER, SWITCHES, UNSUPPORTED
 from jaxserve.errors import ConfigError, RequestError
 
 

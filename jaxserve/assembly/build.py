@@ -23,13 +23,7 @@ from jaxserve.assembly.memory import (
     select_backend,
     state_bytes,
 )
-from jaxserve.assembly.parameters import (
-    build_meshes,
-    build_params,
-    compute_dtype,
-    copies,
-    unpacked_formats,
-)
+from jaxserve.assembly.parameters import build_meshes, build_params, compute_dtype, copies, unpacked_formats
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering

@@ -26,15 +26,7 @@ from jaxserve.core.core_thread import LOOK_S, CoreThread
 from jaxserve.core.deltas import Delta, Ended
 from jaxserve.core.events import Cancelled, Event, Submitted
 from jaxserve.core.grammars import Grammars
-from jaxserve.core.messages import (
-    Constrained,
-    Failed,
-    FromCore,
-    Logged,
-    Reply,
-    Start,
-    Started,
-)
+from jaxserve.core.messages import Constrained, Failed, FromCore, Logged, Reply, Start, Started
 from jaxserve.core.status import CoreStatus
 from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.text.loading import load_tokenizer

@@ -4,12 +4,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.metrics import PeakRates
-from jaxserve.assembly.parameters import (
-    Weights,
-    compute_dtype,
-    copies,
-    prepare_params,
-)
+from jaxserve.assembly.parameters import Weights, compute_dtype, copies, prepare_params
 from jaxserve.core.status import SLEEP_TAGS, MemoryState
 from jaxserve.errors import ConfigError
 from jaxserve.execution.roofline import device_peak_rates

@@ -6,12 +6,7 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.metrics import Occupancy, PeakRates, StepStats
 from jaxserve.assembly.client import CoreClient
 from jaxserve.assembly.device_state import Devices
-from jaxserve.assembly.generation_defaults import (
-    build_arch,
-    build_sampling_params,
-    output_limits,
-    resolve_quantization,
-)
+from jaxserve.assembly.generation_defaults import build_arch, build_sampling_params, output_limits, resolve_quantization
 from jaxserve.assembly.host import CoreHost
 from jaxserve.assembly.parameters import Weights
 from jaxserve.core.core import EngineCore

@@ -9,13 +9,7 @@ from typing import Any
 
 from jaxserve import weights
 from jaxserve.api.config import WEIGHT_FORMATS, EngineConfig
-from jaxserve.api.pooling_params import (
-    CLASSIFY,
-    EMBED,
-    Pooler,
-    PoolingKind,
-    pooling_kind,
-)
+from jaxserve.api.pooling_params import CLASSIFY, EMBED, Pooler, PoolingKind, pooling_kind
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.overrides import overridden, overridden_fields, warn_of_idle
 from jaxserve.errors import ConfigError, RequestError, did_you_mean

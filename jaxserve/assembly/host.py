@@ -14,12 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxserve.api.metrics import (
-    EngineStats,
-    Occupancy,
-    PeakRates,
-    StepStats,
-)
+from jaxserve.api.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.assembly.build import build_runners, check_sizes, naming_exhaustion
 from jaxserve.assembly.device_state import Devices
 from jaxserve.assembly.lock_step import fail_others, follow, require_same_options

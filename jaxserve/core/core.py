@@ -12,20 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from jaxserve.core.deltas import (
-    Admitted,
-    Delta,
-    Ended,
-    StepDelta,
-)
-from jaxserve.core.events import (
-    CacheReset,
-    Cancelled,
-    DraftsAllowed,
-    Event,
-    Submitted,
-    Transferred,
-)
+from jaxserve.core.deltas import Admitted, Delta, Ended, StepDelta
+from jaxserve.core.events import CacheReset, Cancelled, DraftsAllowed, Event, Submitted, Transferred
 from jaxserve.core.replica import Replica
 from jaxserve.errors import PeerLostError
 from jaxserve.scheduling.balancer import Balancer

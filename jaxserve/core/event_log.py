@@ -15,13 +15,7 @@ from pathlib import Path
 from typing import IO, Any, get_args
 
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.core.events import (
-    Added,
-    Finished,
-    ReplicaEvent,
-    Scheduled,
-    replay,
-)
+from jaxserve.core.events import Added, Finished, ReplicaEvent, Scheduled, replay
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.request import LOGGED_FIELDS, FinishReason, Request

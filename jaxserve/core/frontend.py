@@ -17,12 +17,7 @@ import numpy as np
 
 from jaxserve.api.metrics import EngineStats
 from jaxserve.api.pooling_params import Pooler
-from jaxserve.core.deltas import (
-    Delta,
-    Ended,
-    PromptChunk,
-    StepDelta,
-)
+from jaxserve.core.deltas import Delta, Ended, PromptChunk, StepDelta
 from jaxserve.core.events import Cancelled, Event, Submitted
 from jaxserve.core.growing_outputs import RequestGroup
 from jaxserve.errors import RequestError

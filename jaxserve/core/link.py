@@ -27,17 +27,7 @@ from jaxserve.core import messages
 from jaxserve.core.core_thread import MAX_DELTAS
 from jaxserve.core.deltas import Delta
 from jaxserve.core.events import Event, Submitted
-from jaxserve.core.messages import (
-    Call,
-    Failed,
-    FromCore,
-    Logged,
-    Reply,
-    Sent,
-    Start,
-    Started,
-    ToCore,
-)
+from jaxserve.core.messages import Call, Failed, FromCore, Logged, Reply, Sent, Start, Started, ToCore
 from jaxserve.core.status import CoreStatus, MemoryState
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.system.environment import child_variables

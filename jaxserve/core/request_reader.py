@@ -16,14 +16,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.core.grammars import Grammars
 from jaxserve.core.growing_outputs import RequestGroup
-from jaxserve.core.prompt import (
-    Prompt,
-    check_bound,
-    outside_vocabulary,
-    prompt_limit,
-    prompt_too_long,
-    read_prompt,
-)
+from jaxserve.core.prompt import Prompt, check_bound, outside_vocabulary, prompt_limit, prompt_too_long, read_prompt
 from jaxserve.errors import RequestError, brief
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.api.metrics import (
-    Counts,
-    EngineStats,
-    LayerCounts,
-    StepStats,
-)
+from jaxserve.api.metrics import Counts, EngineStats, LayerCounts, StepStats
 from jaxserve.scheduling.executor import Executor, RoundCounts, StepHandle
 from jaxserve.scheduling.step_costs import attention_cost
 from jaxserve.scheduling.step_plan import StepPlan

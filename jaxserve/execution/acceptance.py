@@ -18,12 +18,7 @@ from jaxserve.execution.batch import SpeculativeBatch
 from jaxserve.execution.proposer import Drafts
 from jaxserve.execution.round import Model, StepOutput
 from jaxserve.execution.rows import Rows, advance, ends_sequence
-from jaxserve.execution.sampling import (
-    DraftedTokens,
-    SamplingRows,
-    count_sampled,
-    sample,
-)
+from jaxserve.execution.sampling import DraftedTokens, SamplingRows, count_sampled, sample
 from jaxserve.execution.state import CLIPPED, ServeState
 
 

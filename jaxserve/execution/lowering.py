@@ -30,13 +30,7 @@ from jaxserve.execution.step import (
     step_options,
 )
 from jaxserve.execution.verification import make_speculative_step
-from jaxserve.layers.sharding import (
-    MODEL,
-    over_devices,
-    replicated,
-    specs_of,
-    tensor_size,
-)
+from jaxserve.layers.sharding import MODEL, over_devices, replicated, specs_of, tensor_size
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.deviceless import Chip

@@ -17,25 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.api.pooling_params import PoolingKind
 from jaxserve.api.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
-from jaxserve.execution.batch import (
-    MAX_STOP_IDS,
-    PageEntries,
-)
-from jaxserve.execution.sampling import (
-    RECORD_WORDS,
-    SlotRow,
-    SlotTable,
-    mask_size,
-    padded_to_lanes,
-)
-from jaxserve.layers.sharding import (
-    DATA,
-    MODEL,
-    TENSOR,
-    MeshAxes,
-    joined,
-    tensor_size,
-)
+from jaxserve.execution.batch import MAX_STOP_IDS, PageEntries
+from jaxserve.execution.sampling import RECORD_WORDS, SlotRow, SlotTable, mask_size, padded_to_lanes
+from jaxserve.layers.sharding import DATA, MODEL, TENSOR, MeshAxes, joined, tensor_size
 from jaxserve.models.arch import ArchConfig
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.scheduling.schedule_config import ScheduleConfig

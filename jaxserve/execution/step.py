@@ -23,13 +23,7 @@ from jaxserve.execution.batch import ADMITTED_STOP_IDS, MAX_STOP_IDS, Admission,
 from jaxserve.execution.proposer import Proposer
 from jaxserve.execution.round import Model, StepOutput, begin, compute_tokens, plain_round, sample_rows, with_counts
 from jaxserve.execution.rows import planned_rows, round_tokens, takes_part
-from jaxserve.execution.sampling import (
-    SlotRow,
-    SlotTable,
-    VocabSplit,
-    count_tokens,
-    mask_part,
-)
+from jaxserve.execution.sampling import SlotRow, SlotTable, VocabSplit, count_tokens, mask_part
 from jaxserve.execution.state import ServeState, set_pages
 from jaxserve.models.params import Params
 

@@ -12,11 +12,7 @@ from jaxserve.api.pooling_params import Pooler
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.rope import RopeConfig
-from jaxserve.layers.sharding import (
-    DATA,
-    MODEL,
-    TENSOR,
-)
+from jaxserve.layers.sharding import DATA, MODEL, TENSOR
 from jaxserve.layers.state_forms import StateForm
 from jaxserve.models.kv_layout import KVLayout, check_sizes, filled_period, lay_out
 from jaxserve.models.layer_spec import AttentionSpec, LayerOptions, LayerSpec

@@ -22,17 +22,7 @@ from jaxserve.models.arch import ArchConfig, PerLayerEmbeddings
 from jaxserve.models.block import Heads, attention, mlp, moe
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.gemma import GEMMA_NAMES
-from jaxserve.models.hf_config import (
-    COUNT,
-    POSITIVE,
-    SIZE,
-    SWITCH,
-    TABLE,
-    Kind,
-    one_of,
-    read_fields,
-    read_rope,
-)
+from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, SWITCH, TABLE, Kind, one_of, read_fields, read_rope
 from jaxserve.models.layer_kinds import FULL, SLIDING, full_every, layer_windows, read_kinds
 from jaxserve.models.layer_spec import LayerSpec
 from jaxserve.models.layer_tensors import MoeNames, Rows, decoder_specs

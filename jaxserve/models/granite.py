@@ -13,14 +13,7 @@ from jaxserve.models import llama, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
 from jaxserve.models.family import FOLDS, ModelFamily
-from jaxserve.models.hf_config import (
-    COUNT,
-    POSITIVE,
-    SIZE,
-    Kind,
-    one_of,
-    read_fields,
-)
+from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, Kind, one_of, read_fields
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_kinds, read_windows
 from jaxserve.models.layer_tensors import MoeNames, Names, decoder_specs
 from jaxserve.models.mamba import mamba, mamba_specs, read_mamba

@@ -11,15 +11,7 @@ from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
 from jaxserve.models.family import FOLDS, UNGATED_FOLDS, ModelFamily
-from jaxserve.models.hf_config import (
-    COUNT,
-    SIZE,
-    STRINGS,
-    SWITCH,
-    Kind,
-    one_of,
-    read_fields,
-)
+from jaxserve.models.hf_config import COUNT, SIZE, STRINGS, SWITCH, Kind, one_of, read_fields
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows
 from jaxserve.models.layer_tensors import Names, decoder_specs
 

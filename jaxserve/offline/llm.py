@@ -34,14 +34,7 @@ from jaxserve.errors import ConfigError, RequestError, brief
 from jaxserve.models.params import Params
 from jaxserve.offline import scoring
 from jaxserve.offline.beam_search import BeamSearchOutput, BeamSearchParams, search
-from jaxserve.offline.offline_calls import (
-    Calls,
-    ProgressBar,
-    as_list,
-    listed,
-    per_prompt,
-    priorities,
-)
+from jaxserve.offline.offline_calls import Calls, ProgressBar, as_list, listed, per_prompt, priorities
 from jaxserve.text.loading import load_hf_tokenizer
 from jaxserve.text.messages import Message
 from jaxserve.text.tokenizer import Tokenizer

@@ -7,11 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.api.pooling_params import (
-    CLASSIFY,
-    EMBED,
-    PoolingParams,
-)
+from jaxserve.api.pooling_params import CLASSIFY, EMBED, PoolingParams
 from jaxserve.errors import brief
 from jaxserve.offline import scoring
 from jaxserve.openai.context import BodyContext

@@ -6,14 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxserve.api.schema import (
-    FieldType,
-    Schema,
-    integer,
-    is_sequence,
-    number,
-    one_of,
-)
+from jaxserve.api.schema import FieldType, Schema, integer, is_sequence, number, one_of
 from jaxserve.errors import ConfigError
 from jaxserve.openai.chat_formats import chat_format
 from jaxserve.server.degradation import RUNGS

@@ -18,13 +18,7 @@ from jaxserve.openai.translation import naming
 from jaxserve.server import http
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.json_pieces import MAX_VALUES, json_pieces, num_new_values, num_values
-from jaxserve.server.request_classes import (
-    allowed_priority,
-    early_priority,
-    in_class,
-    read_objectives,
-    tenant_salt,
-)
+from jaxserve.server.request_classes import allowed_priority, early_priority, in_class, read_objectives, tenant_salt
 from jaxserve.server.streams import BrokenStepError, Stream
 from jaxserve.server.timeouts import Timeouts, read_timeouts
 

@@ -13,13 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxserve.api.metrics import (
-    ITERATION_TOKENS,
-    Counter,
-    Gauge,
-    Vector,
-    vllm_metrics,
-)
+from jaxserve.api.metrics import ITERATION_TOKENS, Counter, Gauge, Vector, vllm_metrics
 from jaxserve.server.buckets import ITL_S, PREEMPTIONS, REQUEST_S, SAMPLES, TTFT_S, token_buckets
 
 if TYPE_CHECKING:

@@ -4,12 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxserve.execution.sampling import (
-    DRAFT,
-    SamplingRows,
-    draw_by_weight,
-    token_weights,
-)
+from jaxserve.execution.sampling import DRAFT, SamplingRows, draw_by_weight, token_weights
 from jaxserve.execution.state import CLIPPED
 
 

@@ -30,6 +30,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
 from jaxserve.pallas_kernels.grouped_matmul import native, xla
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu import float_matmul as gpu_floats
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu import quantized_matmul as gpu_quantized
@@ -39,7 +41,6 @@ from jaxserve.pallas_kernels.grouped_matmul.problem import Matrices, Problem, Qu
 from jaxserve.pallas_kernels.op import AUTO, XLA, Op
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 from jaxserve.pallas_kernels.target import target_platform
-from jaxtyping import Array, Float, Int
 
 __all__ = [
     "GROUPED_MATMUL",

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
-from jaxtyping import Array, Float, Int, Int32
 
 
 def unsupported_reason(problem: Problem) -> str | None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
 from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, PACKED
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
-from jaxtyping import Array, Float, Shaped
 
 ELEMENTS = ("int8", "int4", "e4m3", "e2m1")
 SCALES = ("float32", "bfloat16", FLOAT16_BITS.name, "float8_e4m3fn")

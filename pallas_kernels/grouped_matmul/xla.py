@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxtyping import Array, Float, Int, Int32
+
+from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 
 _DIMENSIONS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]

@@ -23,10 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import ArrayLike, DTypeLike
-from jaxserve.pallas_kernels import native
-from jaxserve.pallas_kernels.narrow_floats import kept_beside
 from jaxtyping import Array, Float, Int, Shaped
 from numpy.typing import NDArray
+
+from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels.narrow_floats import kept_beside
 
 __all__ = ["PANEL_ROWS", "PackedMatrix", "Packer", "abstract", "multiply", "pack", "rows", "unpack", "unsupported"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
 from jaxserve.pallas_kernels.op import AUTO
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Backend, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind
@@ -20,7 +22,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxserve.pallas_kernels.target import target_platform
-from jaxtyping import Array, Float, Int32
 
 
 def ragged_paged_attention(

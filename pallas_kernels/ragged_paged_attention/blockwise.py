@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind, Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, decode, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import MAX_NODES, tree_starts
-from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 DECODE_GROUP_ROWS = 16
 DECODE_BLOCK_TOKENS = 64

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
 from jaxserve.pallas_kernels.ragged_paged_attention.blockwise import LayerPages, Softmax, absorb
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import HeadMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
-from jaxtyping import Array, Float, Float32, Int32
 
 TILE_QUERIES = 128
 BLOCK_TOKENS = 256

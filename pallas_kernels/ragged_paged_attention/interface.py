@@ -8,12 +8,13 @@ from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Heads, KVKind, Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
-from jaxtyping import Array, Float, Float32, Int32
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
 from jaxserve.pallas_kernels.op import AUTO
 from jaxserve.pallas_kernels.ragged_paged_attention import expanded
 from jaxserve.pallas_kernels.ragged_paged_attention.attention import ragged_paged_attention, read_rows, select_for_pool
@@ -21,7 +23,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.blockwise import LayerPages
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, MLAInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.pools import BACKENDS
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
-from jaxtyping import Array, Bool, Float, Int32
 
 _BLOCK_TOKENS = 32  # decode tokens, which follow each other, seldom share a block with prefill tokens
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int32
+
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, values_of
-from jaxtyping import Array, Int32
 
 
 def move_tokens(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int32
+
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Backend, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import TransposedKeys
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import INT4, QUANTIZED, SCALE_DTYPE, Pages, QuantizedPages
-from jaxtyping import Array, Float, Int32
 
 POOL_DTYPES = ("float32", "bfloat16", *QUANTIZED)
 LATENT_POOL_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Int32
+
 from jaxserve.pallas_kernels.op import AUTO, Op
 from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, moves, native, xla
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Backend
@@ -23,7 +25,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     stored_size,
     values_of,
 )
-from jaxtyping import Array, Int32
 
 BACKENDS: Mapping[str, Backend] = {
     "mosaic_gpu": mosaic_gpu.KERNEL,

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxtyping import Array, BFloat16, Float, Float32, Shaped
+
+from jaxserve.pallas_kernels.ragged_paged_attention import int4
 
 INT4 = jnp.dtype("int4")
 SCALE_DTYPE = jnp.dtype("bfloat16")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxtyping import Array, Int32
+
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 MAX_NODES = 32  # bits of a word
 

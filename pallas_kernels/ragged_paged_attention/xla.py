@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Shaped
+
 from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.blockwise import Attention, LayerPages, attend
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Backend, Problem
@@ -21,7 +23,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     values_of,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
-from jaxtyping import Array, Float, Int32, Shaped
 
 
 class Xla(Backend):

@@ -17,6 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+
+from device_report import machine as machines
+from device_report.grid import WIDE, Grid, choose_grid
+from device_report.kernels import KERNELS
+from device_report.points import Figures, Latest, Point, UnavailableError, effort, median_s
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionInputs,
     AttentionOptions,
@@ -29,11 +34,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import encode
-
-from device_report import machine as machines
-from device_report.grid import WIDE, Grid, choose_grid
-from device_report.kernels import KERNELS
-from device_report.points import Figures, Latest, Point, UnavailableError, effort, median_s
 
 machine = machines.with_jax
 

@@ -8,20 +8,15 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.pallas_kernels.op import UnsupportedBackendError
-from jaxserve.pallas_kernels.ragged_paged_attention import (
-    Pages,
-    from_canonical,
-    ragged_paged_attention,
-    to_canonical,
-)
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from numpy.typing import NDArray
 
 from device_report import invariants
 from device_report import machine as machines
 from device_report.kernels import KERNELS, Kernel
 from device_report.points import Figures, Point, UnavailableError
+from jaxserve.pallas_kernels.op import UnsupportedBackendError
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages, from_canonical, ragged_paged_attention, to_canonical
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from tests.kernels import attention_reference
 from tests.kernels.attention_cases import Arguments, Case, pool_error
 

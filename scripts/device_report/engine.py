@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from tempfile import TemporaryDirectory
 
-from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
-
 from device_report import machine as machines
 from device_report.kernels import KERNELS
 from device_report.points import Figures, Latest, Point
@@ -20,6 +18,7 @@ from jaxserve.api.metrics import EngineStats
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 from jaxserve.scheduling.schedule_config import MULTI_STEP_ROWS
 
 machine = machines.with_jax

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 import jax
+
+from device_report.points import UnavailableError
 from jaxserve.pallas_kernels.op import AUTO
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, OP, mosaic_gpu, mosaic_tpu
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
-
-from device_report.points import UnavailableError
 from tests.kernels.attention_cases import CASES, GPU_CASES, TPU_CASES, Case, widened
 
 FALLBACK = "xla"

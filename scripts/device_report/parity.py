@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxserve.pallas_kernels.ragged_paged_attention import Heads, Problem
 
 from device_report import invariants
 from device_report import machine as machines
@@ -16,6 +15,7 @@ from device_report.kernels import KERNELS
 from device_report.points import Figures, Point, UnavailableError
 from jaxserve.api.config import EngineConfig
 from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, Problem
 
 machine = machines.with_jax
 

@@ -13,9 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
-from jaxserve.weights.stored_tensor import StoredTensor
 
 from device_report.kernels import KERNELS
 from jaxserve import weights
@@ -32,7 +29,10 @@ from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, split_array
 from jaxserve.models.registry import num_params, param_specs
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.scheduling.step_plan import StepShape, cheapest
+from jaxserve.weights.stored_tensor import StoredTensor
 
 Shape = dict[str, Any]
 

@@ -10,15 +10,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxserve.pallas_kernels import ragged_paged_attention as attention
-from jaxserve.pallas_kernels import tpu
-from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_tpu
 
 from device_report import machine as machines
 from device_report.attention import Bench, Shape
 from device_report.grid import FULL_TPU, TINY_TPU, WIDE
 from device_report.kernels import KERNELS
 from device_report.points import Figures, Latest, Point, UnavailableError
+from jaxserve.pallas_kernels import ragged_paged_attention as attention
+from jaxserve.pallas_kernels import tpu
+from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_tpu
 
 machine = machines.with_jax
 

@@ -9,9 +9,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
-from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope, int4
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import decode, encode
-from jaxserve.weights import load, read_config
 
 from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
 from jaxserve.layers.weight_formats import weight_format
@@ -19,6 +16,9 @@ from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
+from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope, int4
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import decode, encode
+from jaxserve.weights import load, read_config
 
 _QUERY_BLOCK = 128  # a block of queries skips later keys: half of the causal square is never computed
 

@@ -10,13 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.errors import RequestError
-from jaxserve.tools.bench.load import (
-    Clock,
-    LoadTrace,
-    RequestTrace,
-    TimedRequest,
-    run_load,
-)
+from jaxserve.tools.bench.load import Clock, LoadTrace, RequestTrace, TimedRequest, run_load
 
 STEP_S = 0.25
 

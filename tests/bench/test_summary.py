@@ -10,19 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.api.metrics import EngineStats, PeakRates
-from jaxserve.tools.bench.load import (
-    EngineTrace,
-    LoadTrace,
-    RequestTrace,
-    StepSample,
-)
-from jaxserve.tools.bench.summary import (
-    EngineSizes,
-    Setting,
-    Slo,
-    percentiles,
-    summarize,
-)
+from jaxserve.tools.bench.load import EngineTrace, LoadTrace, RequestTrace, StepSample
+from jaxserve.tools.bench.summary import EngineSizes, Setting, Slo, percentiles, summarize
 
 SIZES = EngineSizes(page_size=16, num_pages=10, peak_rates=PeakRates(flops_per_s=1e9, bytes_per_s=1e9))
 SETTING = Setting(engine=SIZES)

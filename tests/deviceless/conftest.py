@@ -1,6 +1,6 @@
 import pytest
-from jaxserve.pallas_kernels.deviceless import H200, TPU_V6E
 
+from jaxserve.pallas_kernels.deviceless import H200, TPU_V6E
 from jaxserve.system.environment import leave_tpus_alone
 from jaxserve.tools.planner.targets import parse_target
 

@@ -6,10 +6,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
-
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.tools.planner.models import read_model
 from jaxserve.tools.planner.program import StepCompiler, temp_bytes

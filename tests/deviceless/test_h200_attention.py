@@ -7,6 +7,7 @@ import re
 
 import jax
 import pytest
+
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     Heads,
     from_canonical,
@@ -14,10 +15,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     select_backend,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
-    MIN_TALL_TOKENS,
-)
-
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import MIN_TALL_TOKENS
 from tests.kernels.attention_cases import GPU_CASES, Case
 
 pytestmark = pytest.mark.deviceless

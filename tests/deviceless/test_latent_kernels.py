@@ -5,6 +5,8 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+
+from jaxserve.assembly.memory import tree_bytes
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V6E
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     Latents,
@@ -13,8 +15,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     select_backend,
 )
-
-from jaxserve.assembly.memory import tree_bytes
 from tests.kernels.attention_cases import Case
 from tests.kernels.latent_cases import GPU_CASES
 

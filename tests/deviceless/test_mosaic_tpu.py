@@ -8,6 +8,14 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+from test_h200_step import DEFAULT_MODEL, LLAMA_8B
+
+from jaxserve.assembly.memory import tree_bytes
+from jaxserve.execution.batch import BatchLayout
+from jaxserve.execution.paged_attention import PagedAttention
+from jaxserve.execution.state import abstract_state
+from jaxserve.layers.token_context import TokenContext
+from jaxserve.models import decoder, registry
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
@@ -20,21 +28,8 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     select_backend,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
-from test_h200_step import DEFAULT_MODEL, LLAMA_8B
-
-from jaxserve.assembly.memory import tree_bytes
-from jaxserve.execution.batch import BatchLayout
-from jaxserve.execution.paged_attention import PagedAttention
-from jaxserve.execution.state import abstract_state
-from jaxserve.layers.token_context import TokenContext
-from jaxserve.models import decoder, registry
 from jaxserve.scheduling.schedule_config import ScheduleConfig
-from jaxserve.tools.planner.program import (
-    StepCompiler,
-    abstract_params,
-    layer_collectives,
-    temp_bytes,
-)
+from jaxserve.tools.planner.program import StepCompiler, abstract_params, layer_collectives, temp_bytes
 from jaxserve.tools.planner.targets import parse_target
 from tests.kernels.attention_cases import CASES, Case, widened
 

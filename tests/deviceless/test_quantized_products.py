@@ -7,16 +7,16 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+
+from jaxserve.assembly.memory import tree_bytes
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack, grouped_matmul
 from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, PACKED
 from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
-from jaxserve.weights.quantized import read_schemes
-
-from jaxserve.assembly.memory import tree_bytes
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.tools.planner.models import read_model
 from jaxserve.tools.planner.program import StepCompiler, abstract_params, temp_bytes
+from jaxserve.weights.quantized import read_schemes
 from tests.deviceless.layers import first_layers
 
 pytestmark = pytest.mark.deviceless

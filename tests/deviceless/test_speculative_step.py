@@ -6,7 +6,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 
 from jaxserve.api.token_tree import TokenTree
 from jaxserve.assembly.memory import tree_bytes
@@ -15,6 +14,7 @@ from jaxserve.execution.round import Model
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import step_options
 from jaxserve.execution.verification import make_speculative_step
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_model import DraftModel
 from jaxserve.tools.planner.models import read_model

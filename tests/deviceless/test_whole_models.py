@@ -6,24 +6,18 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxserve.pallas_kernels.op import AUTO
-from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 
 from jaxserve.assembly.memory import tree_bytes
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import step_options
 from jaxserve.models import registry
+from jaxserve.pallas_kernels.op import AUTO
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.tools.planner import program as program_module
 from jaxserve.tools.planner.models import known_models, read_model
 from jaxserve.tools.planner.plan import decode_bucket
-from jaxserve.tools.planner.program import (
-    StepCompiler,
-    abstract_params,
-    collectives,
-    layer_collectives,
-    temp_bytes,
-)
+from jaxserve.tools.planner.program import StepCompiler, abstract_params, collectives, layer_collectives, temp_bytes
 from tests.deviceless.layers import first_layers, layers_of_each_kind
 from tests.deviceless.thunks import dump_options, thunks_of_step
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels import native
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.execution.runner import RunningStep
+from jaxserve.pallas_kernels import native
 from jaxserve.scheduling.step_plan import StepPlan, StepShape
 from tests.e2e.workloads import generate, tokens
 

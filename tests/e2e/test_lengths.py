@@ -13,13 +13,13 @@ import checkpoints
 import numpy as np
 import pytest
 import transformers
-from jaxserve.pallas_kernels import native
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.pallas_kernels import native
 from jaxserve.scheduling.step_plan import StepPlan
 from tests import oracles
 from tests.e2e.proposers import tokenizers_of

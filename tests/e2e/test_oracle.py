@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import transformers
 from checkpoints import ROPES, reference_logits
-from jaxserve.pallas_kernels import native
 from scipy.special import log_softmax
 
 from jaxserve.api.outputs import Logprob, RequestOutput
@@ -19,6 +18,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError
+from jaxserve.pallas_kernels import native
 from jaxserve.scheduling.step_plan import StepPlan, StepShape
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import TOLERANCE, generate, tokens

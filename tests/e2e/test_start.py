@@ -12,19 +12,14 @@ from typing import Any
 import jax
 import pytest
 from hypothesis import given, settings
-from jaxserve.pallas_kernels import packed_linear
 
 from jaxserve import LLM
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.assembly import (
-    build,
-    generation_defaults,
-    memory,
-    parameters,
-)
+from jaxserve.assembly import build, generation_defaults, memory, parameters
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.layers.weight_formats import packed
+from jaxserve.pallas_kernels import packed_linear
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import ONE_ROW, SIZES
 from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, run_alone, tokens

@@ -16,14 +16,7 @@ import pytest
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly import engine, host
-from jaxserve.core import (
-    core,
-    core_thread,
-    frontend,
-    replica,
-    stream_waker,
-    threads,
-)
+from jaxserve.core import core, core_thread, frontend, replica, stream_waker, threads
 from jaxserve.core.growing_outputs import RequestGroup
 from jaxserve.errors import RequestError
 from jaxserve.offline import llm as llm_module

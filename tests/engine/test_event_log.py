@@ -10,21 +10,8 @@ import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler
 from slow_tier import SlowTier
 
-from jaxserve.core.event_log import (
-    EventLog,
-    event_from_json,
-    event_to_json,
-    read_log,
-    replay_log,
-)
-from jaxserve.core.events import (
-    Added,
-    CacheReset,
-    Record,
-    ReplicaEvent,
-    Scheduled,
-    replay,
-)
+from jaxserve.core.event_log import EventLog, event_from_json, event_to_json, read_log, replay_log
+from jaxserve.core.events import Added, CacheReset, Record, ReplicaEvent, Scheduled, replay
 from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.request import FinishReason, RequestStatus
 from jaxserve.scheduling.schedule_config import ScheduleConfig

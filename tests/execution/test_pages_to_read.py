@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from jaxserve.pallas_kernels import native
-from jaxserve.pallas_kernels.ragged_paged_attention import PagesToRead
 from jaxtyping import Array
 
 from jaxserve import weights
@@ -21,6 +19,8 @@ from jaxserve.execution.state import ServeState, new_state
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform
+from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels.ragged_paged_attention import PagesToRead
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from tests import oracles
 from tests.checkpoints import write_checkpoint

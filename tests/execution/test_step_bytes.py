@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxserve.pallas_kernels import native
 
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.lowering import known_options
@@ -12,6 +11,7 @@ from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import make_serve_step, step_options
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
+from jaxserve.pallas_kernels import native
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.tools.planner.program import abstract_params
 from tests.checkpoints import hf_dict

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxserve.pallas_kernels import native
 
 from jaxserve.api.pooling_params import Pooler
 from jaxserve.execution.lowering import Lower, Lowering
@@ -23,6 +22,7 @@ from jaxserve.layers.weight_formats import packed, weight_format
 from jaxserve.models import pooling_heads, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
+from jaxserve.pallas_kernels import native
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_model import DraftModel
 from jaxserve.spec_decode.medusa import Medusa

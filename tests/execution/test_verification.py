@@ -18,19 +18,8 @@ from jaxserve.execution.lowering import known_options
 from jaxserve.execution.proposer import Drafts
 from jaxserve.execution.round import Model, plain_round
 from jaxserve.execution.rows import Rows
-from jaxserve.execution.sampling import (
-    DRAFT,
-    DraftedTokens,
-    SamplingRows,
-    draw_by_weight,
-    pack_records,
-)
-from jaxserve.execution.sampling.random_bits import (
-    ACCEPT,
-    RESIDUAL,
-    TARGET,
-    uniform_noise,
-)
+from jaxserve.execution.sampling import DRAFT, DraftedTokens, SamplingRows, draw_by_weight, pack_records
+from jaxserve.execution.sampling.random_bits import ACCEPT, RESIDUAL, TARGET, uniform_noise
 from jaxserve.execution.sampling.sampler import accept_or_draw
 from jaxserve.execution.state import Lengths, abstract_state, new_state
 from jaxserve.execution.verification import _verify, make_speculative_step, round_words

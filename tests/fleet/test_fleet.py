@@ -17,15 +17,7 @@ from jaxserve.api.outputs import RequestFailure, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.fleet import fleet
-from jaxserve.fleet.fleet import (
-    MAX_FAILED_STARTS,
-    MAX_ISOLATED_DEATHS,
-    Died,
-    Fleet,
-    NewRequest,
-    Server,
-    Started,
-)
+from jaxserve.fleet.fleet import MAX_FAILED_STARTS, MAX_ISOLATED_DEATHS, Died, Fleet, NewRequest, Server, Started
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.scheduling.router import Router
 from jaxserve.scheduling.schedule_config import ScheduleConfig

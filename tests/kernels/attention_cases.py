@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array, Int32
+
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Heads, KVKind, Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED, Pages, pool_dtype
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
-from jaxtyping import Array, Int32
-
 from tests.kernels import attention_reference
 
 STEPS = {

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
+
 from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
@@ -22,7 +24,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     pool_dtype,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
-from jaxtyping import Array, Float, Float32, Int32
 
 HostPages = np.ndarray | QuantizedPages  # arrays of NumPy
 _GROUP = 64  # elements of a group of int4 pools

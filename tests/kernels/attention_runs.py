@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from jaxserve.execution.lowering import known_options
+from jaxserve.execution.step import step_options
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
@@ -20,9 +23,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import HeadMajor, TransposedKeys
-
-from jaxserve.execution.lowering import known_options
-from jaxserve.execution.step import step_options
 from tests.kernels import attention_reference
 from tests.kernels.attention_cases import CASES, Case, pool_error
 

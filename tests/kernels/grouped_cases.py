@@ -8,9 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.pallas_kernels.grouped_matmul import Problem
 from jaxtyping import Array, Float, Int32
 from numpy.typing import NDArray
+
+from jaxserve.pallas_kernels.grouped_matmul import Problem
 
 
 class Arguments(NamedTuple):

@@ -61,7 +61,6 @@ def run(case, name):
     """Run a case of attention."""
     from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, to_canonical
     from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
-
     from tests.kernels import attention_reference
     from tests.kernels.attention_cases import pool_error
 

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionOptions,
@@ -14,7 +15,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     select_backend,
 )
-
 from tests.kernels.attention_runs import BY_NAME, OPTIONS, run
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
     AttentionInputs,
@@ -23,7 +24,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     to_canonical,
 )
-
 from tests.kernels.attention_cases import CASES, Case
 from tests.kernels.attention_runs import SERVING, UNOPTIMIZED, canonical, canonical_by_xla, stored, stored_by_xla
 from tests.kernels.latent_cases import CASES as LATENT_CASES

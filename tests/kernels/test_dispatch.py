@@ -3,12 +3,12 @@ import logging
 import jax
 import jax.numpy as jnp
 import pytest
+
+from jaxserve.models.decoder import _inner
 from jaxserve.pallas_kernels import deviceless
 from jaxserve.pallas_kernels.grouped_matmul import default_matmul_backend, grouped_matmul, using_matmul_backend
 from jaxserve.pallas_kernels.op import Op, UnsupportedBackendError, log_choice
 from jaxserve.pallas_kernels.target import target_platform
-
-from jaxserve.models.decoder import _inner
 
 OP = Op("op", {"fast": "needs a GPU", "plain": None, "slow": None})  # backends are reasons
 

@@ -4,8 +4,8 @@ import interpreted
 import jax
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 
+from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 from tests.kernels.grouped_cases import GPU_CASES, TPU_CASES
 
 needs_gpu_interpreter = pytest.mark.skipif(

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from jaxserve.pallas_kernels import native, packed_linear
 from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL, grouped_matmul
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
-
 from tests.parameters import mainly
 from tests.random_runs import examples
 

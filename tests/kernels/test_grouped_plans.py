@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU_V6E, Chip
 from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL, Problem, grouped_matmul
 from jaxserve.pallas_kernels.grouped_matmul.launch import SETTINGS
@@ -15,7 +16,6 @@ from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.float_matmul import LANES
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
-
 from tests.random_runs import examples
 
 KERNELS = GROUPED_MATMUL.backends

@@ -2,6 +2,7 @@
 
 import hypothesis.strategies as st
 from hypothesis import assume, given
+
 from jaxserve.pallas_kernels import hopper
 
 

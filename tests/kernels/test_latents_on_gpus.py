@@ -4,8 +4,8 @@ import interpreted
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, Latents, Problem, select_backend
 
+from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, Latents, Problem, select_backend
 from tests.kernels.latent_cases import GPU_CASES
 
 ALIKE = [

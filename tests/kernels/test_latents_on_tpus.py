@@ -7,11 +7,11 @@ import interpreted
 import jax
 import jax.numpy as jnp
 import pytest
+
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V6E
 from jaxserve.pallas_kernels.op import log_choice
 from jaxserve.pallas_kernels.ragged_paged_attention import Latents, default_page_size, new_pages, select_backend
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import MAX_PAGE_BYTES
-
 from tests.kernels.latent_cases import CASES
 
 BY_NAME = {case.name: case for case in CASES}

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
@@ -26,7 +27,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.expanded import break_even_queries
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
-
 from tests.kernels.attention_cases import pool_error
 from tests.kernels.attention_runs import (
     OTHER_SETS,

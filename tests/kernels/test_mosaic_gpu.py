@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+
 from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, Heads, mosaic_gpu, select_backend
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem
@@ -22,7 +23,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import plans
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import MIN_TILE_TOKENS, SHARED_BYTES, KernelConfig
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import MIN_SPAN
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
-
 from tests.kernels.attention_cases import GPU_CASES
 from tests.kernels.attention_runs import ReadInPart
 from tests.random_runs import examples

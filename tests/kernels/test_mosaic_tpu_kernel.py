@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax.experimental.pallas import tpu as pltpu
+
 from jaxserve.pallas_kernels import tpu
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
@@ -38,7 +39,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import work_plan 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import PageMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
-
 from tests.kernels import attention_reference
 from tests.kernels.attention_cases import CASES, TPU_CASES
 from tests.kernels.attention_runs import ReadInPart

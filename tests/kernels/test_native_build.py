@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+
 from jaxserve.pallas_kernels import native
 
 ROOT = Path(__file__).parents[2]
@@ -77,8 +78,9 @@ def test_a_build_without_a_compiler_leaves_a_note(is_editable, tmp_path, monkeyp
 
 def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(monkeypatch):
     setuptools = pytest.importorskip("setuptools")
-    from jaxserve.pallas_kernels.native import build
     from setuptools.errors import CompileError
+
+    from jaxserve.pallas_kernels.native import build
 
     compiled = []
 

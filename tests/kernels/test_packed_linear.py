@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels import native, packed_linear
 
+from jaxserve.pallas_kernels import native, packed_linear
 from tests.parameters import mainly
 
 reason = packed_linear.unsupported("float32", jax.default_backend())

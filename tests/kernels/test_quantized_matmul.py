@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import ptx
 import pytest
+
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.grouped_matmul import (
     QUANTIZED_MATMUL,
@@ -22,7 +23,6 @@ from jaxserve.pallas_kernels.grouped_matmul.launch import SETTINGS
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.quantized_matmul import LANES, block_bytes
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
-
 from tests.kernels.quantized_cases import BY_NAME, CASES
 
 KERNELS = QUANTIZED_MATMUL.backends

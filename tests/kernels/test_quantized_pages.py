@@ -7,13 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.linalg
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
-    INT4,
-    QUANTIZED_MAX,
-    decode,
-    encode,
-)
 
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import INT4, QUANTIZED_MAX, decode, encode
 from tests.kernels import attention_reference
 from tests.kernels.attention_runs import UNOPTIMIZED, WITH_SCALES
 from tests.parameters import mainly

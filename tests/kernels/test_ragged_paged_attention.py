@@ -5,9 +5,9 @@ import math
 import jax
 import numpy as np
 import pytest
+
 from jaxserve.pallas_kernels.ragged_paged_attention import QuantizedPages
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, values_of
-
 from tests.kernels.attention_cases import CASES, pool_error
 from tests.kernels.attention_runs import (
     BY_NAME,

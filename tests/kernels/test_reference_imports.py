@@ -4,10 +4,9 @@ import ast
 import importlib.util
 from pathlib import Path
 
-from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS
-
 import jaxserve
 from jaxserve import pallas_kernels, weights
+from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS
 
 ATTENTION = "jaxserve.pallas_kernels.ragged_paged_attention"
 BACKENDS_AND_NATIVE = {"jaxserve.pallas_kernels.native", *(type(backend).__module__ for backend in BACKENDS.values())}

@@ -2,12 +2,7 @@
 
 import pytest
 
-from jaxserve.scheduling.kv_cache.pages import (
-    CACHED,
-    COMPUTING,
-    FREE,
-    Pages,
-)
+from jaxserve.scheduling.kv_cache.pages import CACHED, COMPUTING, FREE, Pages
 
 
 def test_every_page_is_taken_once_low_ids_first():

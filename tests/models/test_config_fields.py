@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from jaxserve.weights.errors import CheckpointError
 
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import noting_fields
 from jaxserve.models.layer_kinds import NOT_READ
+from jaxserve.weights.errors import CheckpointError
 from tests.checkpoints import CONFIGS, FAMILIES, MIXTURES, hf_dict, randomize, reference_logits
 from tests.models.test_parity import TRANSFORMS, assert_close, load_logits
 from tests.oracles import torch

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL
 
 from jaxserve import weights
 from jaxserve.errors import ConfigError
@@ -14,6 +13,7 @@ from jaxserve.layers.experts import Experts, ExpertWeights, SortedPairs, apply_e
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform
+from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL
 from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint
 from jaxserve.tools.quantizer.scheme import QuantizeOptions
 from tests.checkpoints import MIXTURES, write_checkpoint

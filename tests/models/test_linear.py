@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels import narrow_floats, packed_linear
 
 from jaxserve.layers.linear import embed, linear
 from jaxserve.layers.norm import Norm
 from jaxserve.layers.weight_formats.packed import NativeMatrix
+from jaxserve.pallas_kernels import narrow_floats, packed_linear
 from tests.own_programs import UNOPTIMIZED
 
 

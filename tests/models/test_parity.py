@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, apply_rope
 
 from jaxserve import weights
 from jaxserve.layers.state_forms import StateRows
@@ -17,6 +15,8 @@ from jaxserve.layers.token_context import Attention, TokenContext
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, apply_rope
 from tests.checkpoints import FAMILIES, ROPES, hf_dict, reference_logits, write_checkpoint
 from tests.own_programs import UNOPTIMIZED
 from tests.parameters import mainly, some_by_default

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels import native
 
 from jaxserve import weights
 from jaxserve.layers.weight_formats import weight_format
@@ -14,6 +13,7 @@ from jaxserve.layers.weight_formats.int8 import BlockMatrix
 from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, step_bytes
+from jaxserve.pallas_kernels import native
 from tests.checkpoints import FAMILIES, MIXTURES, hf_dict, write_checkpoint
 from tests.models.test_parity import load_logits, run
 from tests.parameters import some_by_default

@@ -13,13 +13,13 @@ import pytest
 from checkpoints import FAMILIES, LATENT, MIXTURES, VARIED, hf_dict
 from flax import struct
 from jax import Array
-from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, apply_rope
 
 from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, build_tree, device_bytes, lookup_bytes, stack_layers, step_bytes
 from jaxserve.models.weight_reads import WeightReads
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, apply_rope
 from tests.own_programs import UNOPTIMIZED
 from tests.parameters import some_by_default
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from jaxserve.pallas_kernels.deviceless import Chip
 
+from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.tools.planner.program import Collective, StepCompiler, StepProgram
 from tests.planner.plans import SUM_BYTES
 

@@ -12,21 +12,16 @@ from typing import Any
 
 import jax
 import pytest
-from jaxserve.pallas_kernels.deviceless import Chip
 
 from jaxserve import EngineConfig, cli
 from jaxserve.errors import ConfigError
+from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.tools import planner
 from jaxserve.tools.planner.models import read_model
 from jaxserve.tools.planner.plan import make_plan
 from jaxserve.tools.planner.program import StepCompiler
 from jaxserve.tools.planner.report import build_report, render
-from jaxserve.tools.planner.targets import (
-    Target,
-    larger_targets,
-    missing_compiler,
-    parse_target,
-)
+from jaxserve.tools.planner.targets import Target, larger_targets, missing_compiler, parse_target
 from tests.parameters import mainly
 from tests.planner.plans import SUM_BYTES, plan_of, with_memory
 from tests.quant.quantized_checkpoints import CASES

@@ -14,18 +14,8 @@ from jaxserve.tools.planner import command
 from jaxserve.tools.planner.plan import Plan, Speed, make_plan
 from jaxserve.tools.planner.report import build_report, build_sweep_report, render_sweep
 from jaxserve.tools.planner.sizes import Memory
-from jaxserve.tools.planner.sweep import (
-    Candidate,
-    cheapest,
-    read_prices,
-    sweep,
-)
-from jaxserve.tools.planner.targets import (
-    KINDS,
-    SWEPT,
-    Target,
-    parse_target,
-)
+from jaxserve.tools.planner.sweep import Candidate, cheapest, read_prices, sweep
+from jaxserve.tools.planner.targets import KINDS, SWEPT, Target, parse_target
 
 EXAMPLE = Path(command.__file__).parent / "example_prices.toml"
 PRICES = {"h200": 4.0, "v6e": 2.5}

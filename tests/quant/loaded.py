@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.weights.safetensors_file import map_file, write_file
 
 from jaxserve import weights
 from jaxserve.layers.linear import Matrix
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform
+from jaxserve.weights.safetensors_file import map_file, write_file
 from tests.oracles import torch
 from tests.own_programs import UNOPTIMIZED
 

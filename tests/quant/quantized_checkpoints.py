@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import transformers
-from jaxserve.weights.safetensors_file import write_file
 
+from jaxserve.weights.safetensors_file import write_file
 from tests.checkpoints import build_model
 from tests.oracles import torch
 from tests.quant.fake_activations import (

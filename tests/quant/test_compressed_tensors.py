@@ -10,29 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from jaxserve.weights.quantized import Activation
-from jaxserve.weights.rows import leaf_at
 
 from jaxserve import weights
 from jaxserve.layers.weight_formats import activations
 from jaxserve.models import registry
+from jaxserve.weights.quantized import Activation
+from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import reference_logits
 from tests.models.test_parity import run
 from tests.oracles import torch
 from tests.parameters import some_by_default
 from tests.quant.fake_activations import FAKE_INT8
 from tests.quant.loaded import ONE_LAYER, loaded, safetensors_of
-from tests.quant.quantized_checkpoints import (
-    CASES,
-    DYNAMIC,
-    FP4,
-    GROUP,
-    Case,
-    compressed,
-    fp8,
-    ints,
-    write_quantized,
-)
+from tests.quant.quantized_checkpoints import CASES, DYNAMIC, FP4, GROUP, Case, compressed, fp8, ints, write_quantized
 from tests.quant.writers import write_fp8
 
 pytest.importorskip("compressed_tensors")

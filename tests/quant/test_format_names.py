@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import pytest
-from jaxserve.weights.quantized.config import METHODS
 
 from jaxserve import ConfigError, EngineConfig, cli, weights
 from jaxserve.api.config import CHECKPOINT_FORMATS
@@ -19,6 +18,7 @@ from jaxserve.models import registry
 from jaxserve.models.params import Params
 from jaxserve.tools.planner.plan import make_plan
 from jaxserve.tools.planner.targets import parse_target
+from jaxserve.weights.quantized.config import METHODS
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import SIZES
 from tests.quant.loaded import ONE_LAYER

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels import packed_linear
 
 from jaxserve import EngineConfig, weights
 from jaxserve.layers.linear import embed, linear
@@ -17,6 +16,7 @@ from jaxserve.layers.weight_formats.int4 import paired
 from jaxserve.layers.weight_formats.int8 import BlockMatrix, block_size, quantize
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes, matrix_transform
+from jaxserve.pallas_kernels import packed_linear
 from jaxserve.tools.planner.plan import make_plan
 from jaxserve.tools.planner.program import abstract_params
 from jaxserve.tools.planner.targets import parse_target

@@ -8,16 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.weights.quantized import read_schemes
-from jaxserve.weights.rows import leaf_at
-from jaxserve.weights.safetensors_file import map_file, write_file
 
 from jaxserve import ConfigError, EngineConfig, weights
 from jaxserve.assembly.parameters import build_params
 from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.layers.weight_formats.stored import StoredMatrix
 from jaxserve.models import registry
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.weights.quantized import read_schemes
+from jaxserve.weights.rows import leaf_at
+from jaxserve.weights.safetensors_file import map_file, write_file
 from tests.quant.loaded import ONE_LAYER, all_rows, loaded, safetensors_of, torch_rows, write_tensors
 from tests.quant.quantized_checkpoints import CASES, Case, write_quantized
 

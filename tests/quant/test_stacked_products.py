@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jaxserve.pallas_kernels.grouped_matmul import QUANTIZED_MATMUL
-from jaxserve.pallas_kernels.grouped_matmul.launch import SETTINGS
-from jaxserve.weights.rows import leaf_at
 
 from jaxserve.layers.linear import StackedMatrix, linear
 from jaxserve.layers.weight_formats import scaled_matrix, weight_format
 from jaxserve.models.params import ParamSpec
+from jaxserve.pallas_kernels.grouped_matmul import QUANTIZED_MATMUL
+from jaxserve.pallas_kernels.grouped_matmul.launch import SETTINGS
+from jaxserve.weights.rows import leaf_at
 from tests.quant.loaded import ONE_LAYER, loaded
 from tests.quant.quantized_checkpoints import CASES, write_quantized
 

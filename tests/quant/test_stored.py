@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.weights.rows import leaf_at
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
 from jaxserve.layers.linear import linear
@@ -22,9 +20,11 @@ from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.layers.weight_formats.stored import SchemeFormat, StoredMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes, matrix_transform
+from jaxserve.pallas_kernels import packed_linear
 from jaxserve.tools.planner.plan import make_plan
 from jaxserve.tools.planner.program import abstract_params
 from jaxserve.tools.planner.targets import parse_target
+from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import reference_logits
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run

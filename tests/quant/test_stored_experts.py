@@ -13,10 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.weights.load import stored_tensors
-from jaxserve.weights.rows import leaf_at
-from jaxserve.weights.safetensors_file import write_file
 
 import jaxserve.tools.planner
 from jaxserve import LLM, weights
@@ -25,7 +21,11 @@ from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.layers.weight_formats.stored import StoredMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes
+from jaxserve.pallas_kernels import packed_linear
 from jaxserve.tools.planner.program import abstract_params
+from jaxserve.weights.load import stored_tensors
+from jaxserve.weights.rows import leaf_at
+from jaxserve.weights.safetensors_file import write_file
 from tests.checkpoints import reference_logits
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run

@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import transformers
-from jaxserve.weights.safetensors_store import open_tensors
 
 from jaxserve import cli, weights
 from jaxserve.api.config import DEFAULT_MODEL, embedded_model
@@ -22,6 +21,7 @@ from jaxserve.tools.quantizer import checkpoint
 from jaxserve.tools.quantizer.calibration import calibration_sequences
 from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint
 from jaxserve.tools.quantizer.scheme import SCHEMES, QuantizeOptions
+from jaxserve.weights.safetensors_store import open_tensors
 from quantization_quality import decode
 from tests.checkpoints import reference_logits, write_checkpoint
 from tests.oracles import torch

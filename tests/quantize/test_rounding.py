@@ -7,12 +7,7 @@ import pytest
 
 from jaxserve.tools.quantizer.grid import Grid
 from jaxserve.tools.quantizer.layout import pack
-from jaxserve.tools.quantizer.rounding import (
-    gptq,
-    output_error,
-    round_to_nearest,
-    search_scales,
-)
+from jaxserve.tools.quantizer.rounding import gptq, output_error, round_to_nearest, search_scales
 from tests.oracles import torch
 
 FLOAT32 = np.dtype(np.float32)

@@ -13,13 +13,7 @@ from jaxserve.models import decoder, registry
 from jaxserve.tools.quantizer.grid import Grid
 from jaxserve.tools.quantizer.layer import empty_stats, layer_outputs, layer_stats
 from jaxserve.tools.quantizer.rounding import output_error
-from jaxserve.tools.quantizer.smoothing import (
-    Channels,
-    InputStats,
-    balance_factors,
-    fold_factors,
-    search_factors,
-)
+from jaxserve.tools.quantizer.smoothing import Channels, InputStats, balance_factors, fold_factors, search_factors
 from tests.checkpoints import DELTA, FAMILIES, MIXTURES, reference_logits, write_checkpoint
 from tests.parameters import some_by_default
 from tests.quant.loaded import UNOPTIMIZED

@@ -8,13 +8,7 @@ import pytest
 from sampling_cases import make_rows, make_table
 
 from jaxserve.execution.sampling.sampler import adjust_logits
-from jaxserve.execution.sampling.token_mask import (
-    bad_word_ends,
-    mask_part,
-    mask_size,
-    pack_mask,
-    unpack_mask,
-)
+from jaxserve.execution.sampling.token_mask import bad_word_ends, mask_part, mask_size, pack_mask, unpack_mask
 from tests.own_programs import UNOPTIMIZED
 
 VOCAB = 77

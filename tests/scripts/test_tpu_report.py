@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jaxserve.pallas_kernels.pallas_kernel import read_entries
 
 import tpu_report
 import tuned_sizes
@@ -18,6 +17,7 @@ from device_report.grid import FULL_TPU, TINY_TPU, choose_grid
 from device_report.kernels import KERNELS
 from device_report.points import Latest
 from device_report.shapes import choose_load
+from jaxserve.pallas_kernels.pallas_kernel import read_entries
 
 SCRIPT = Path(tpu_report.__file__)
 MACHINE = {"device": "test", "platform": "tpu", "driver": None, "versions": {"python": "3"}}

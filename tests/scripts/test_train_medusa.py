@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxserve.weights import save
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
@@ -24,6 +23,7 @@ from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
 from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
+from jaxserve.weights import save
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import generate
 from tests.oracles import torch

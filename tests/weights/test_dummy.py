@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxserve.weights.rows import leaf_at
 
 from jaxserve import weights
+from jaxserve.weights.rows import leaf_at
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.weights import gguf_file
-from jaxserve.weights.gguf_blocks import BLOCK_TYPES
-from jaxserve.weights.quantized.config import GGUF_SCHEMES
-from jaxserve.weights.rows import leaf_at
 
 from jaxserve import LLM, ConfigError, EngineConfig, weights
 from jaxserve.layers.linear import linear
@@ -29,10 +24,15 @@ from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.layers.weight_formats.stored import SchemeFormat, StoredMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes
+from jaxserve.pallas_kernels import packed_linear
 from jaxserve.text.loading import load_hf_tokenizer, load_tokenizer
 from jaxserve.tools.planner.plan import make_plan
 from jaxserve.tools.planner.program import abstract_params
 from jaxserve.tools.planner.targets import parse_target
+from jaxserve.weights import gguf_file
+from jaxserve.weights.gguf_blocks import BLOCK_TYPES
+from jaxserve.weights.quantized.config import GGUF_SCHEMES
+from jaxserve.weights.rows import leaf_at
 from tests import tiny_tokenizers
 from tests.checkpoints import ROPES, reference_logits
 from tests.e2e.sizes import SIZES

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from jaxserve.weights import gguf_file, safetensors_store
 
 from jaxserve import ConfigError, weights
 from jaxserve.models import registry
 from jaxserve.text.loading import load_tokenizer
+from jaxserve.weights import gguf_file, safetensors_store
 from tests.weights.gguf_files import write_gguf
 from tests.weights.llama_files import CONFIG, SPECS, assert_trees_equal, failure
 

@@ -22,16 +22,16 @@ import tensorstore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.weights import CheckpointError, convert, orbax_store, safetensors_store
-from jaxserve.weights.new_directory import new_directory
-from jaxserve.weights.stored_tensor import Part, StoredTensor
 from orbax.checkpoint import v1 as ocp
 
 from jaxserve import weights
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models import registry
 from jaxserve.models.params import ParamSpec, matrix_transform
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.weights import CheckpointError, convert, orbax_store, safetensors_store
+from jaxserve.weights.new_directory import new_directory
+from jaxserve.weights.stored_tensor import Part, StoredTensor
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.parameters import some_by_default
 from tests.random_configs import random_configs

@@ -14,11 +14,11 @@ import pytest
 import safetensors
 import safetensors.numpy
 import transformers
-from jaxserve.weights import safetensors_store, stored_tensor
-from jaxserve.weights.rows import leaf_at
 
 from jaxserve import weights
 from jaxserve.models import registry
+from jaxserve.weights import safetensors_store, stored_tensor
+from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import FAMILIES, VARIED, write_checkpoint
 from tests.oracles import torch
 from tests.parameters import some_by_default

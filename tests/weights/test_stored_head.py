@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import transformers
-from jaxserve.weights import stored_head
 
 from jaxserve import weights
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
+from jaxserve.weights import stored_head
 from tests.checkpoints import FAMILIES, VARIED, write_checkpoint
 from tests.parameters import some_by_default
 from tests.quant.quantized_checkpoints import Case, compressed, ints, write_quantized

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from jaxserve.weights import from_torch
 
+from jaxserve.weights import from_torch
 from tests.oracles import torch
 
 

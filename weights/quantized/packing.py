@@ -9,10 +9,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.weights.mapped_array import read
 from jaxserve.weights.quantized.scheme import Role, Scheme
 from jaxserve.weights.stored_tensor import Bounds
-from numpy.typing import NDArray
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _INT32 = (np.dtype(np.int32), np.dtype(np.uint32))

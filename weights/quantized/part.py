@@ -7,6 +7,8 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.quantized.packing import (
     element_dtypes,
@@ -20,7 +22,6 @@ from jaxserve.weights.quantized.packing import (
 from jaxserve.weights.quantized.scheme import NIBBLES, OPTIONAL, Role, Scheme, Schemes
 from jaxserve.weights.rows import TensorRow, hf_shapes
 from jaxserve.weights.stored_tensor import MatrixPart, Tensor
-from numpy.typing import NDArray
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FLOATS_OF_NIBBLES = {

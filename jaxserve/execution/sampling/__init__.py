@@ -11,12 +11,7 @@ from jaxserve.execution.sampling.rows import (
     SlotTable,
     pack_records,
 )
-from jaxserve.execution.sampling.sampler import (
-    DraftedTokens,
-    draw_by_weight,
-    sample,
-    token_weights,
-)
+from jaxserve.execution.sampling.sampler import DraftedTokens, draw_by_weight, sample, token_weights
 from jaxserve.execution.sampling.token_gather import padded_to_lanes
 from jaxserve.execution.sampling.token_mask import mask_part, mask_size, pack_mask
 from jaxserve.execution.sampling.vocab_split import VocabSplit

@@ -14,13 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxserve.execution.sampling.penalties import apply_penalties
-from jaxserve.execution.sampling.random_bits import (
-    ACCEPT,
-    RESIDUAL,
-    TARGET,
-    gumbel_noise,
-    uniform_noise,
-)
+from jaxserve.execution.sampling.random_bits import ACCEPT, RESIDUAL, TARGET, gumbel_noise, uniform_noise
 from jaxserve.execution.sampling.rows import SamplingRows, SlotTable, by_blocks
 from jaxserve.execution.sampling.token_gather import add_at, first_argmax, plain_argmax
 from jaxserve.execution.sampling.token_mask import bad_word_ends, unpack_mask

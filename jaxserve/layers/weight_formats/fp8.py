@@ -14,12 +14,7 @@ from numpy.typing import NDArray
 
 from jaxserve.layers.weight_formats.activations import E4M3_MAX
 from jaxserve.layers.weight_formats.stored import SchemeFormat, StoredMatrix
-from jaxserve.layers.weight_formats.weight_format import (
-    Leaf,
-    Row,
-    WeightFormat,
-    slab_rows,
-)
+from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat, slab_rows
 from jaxserve.weights import Activation, Scheme, StoredTensor, host_buffer
 
 _SCHEME = Scheme(

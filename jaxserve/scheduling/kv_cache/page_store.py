@@ -26,13 +26,7 @@ from jaxserve.scheduling.kv_cache.group_kinds import (
     pages_seen,
 )
 from jaxserve.scheduling.kv_cache.groups import RELEASED, KVGroups
-from jaxserve.scheduling.kv_cache.pages import (
-    CACHED,
-    COMPUTING,
-    LOADING,
-    STORING,
-    Pages,
-)
+from jaxserve.scheduling.kv_cache.pages import CACHED, COMPUTING, LOADING, STORING, Pages
 from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
 from jaxserve.scheduling.kv_cache.transfers import Transfers
 from jaxserve.scheduling.request import Request, RequestStatus

@@ -20,13 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, Int32
+
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.float_matmul import ROW_ALIGNMENT
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.pipeline import ThreadBlock, i32, persistent_kernel, tiled
 from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
-from jaxtyping import Array, Float, Int, Int32
 
 MATRIX, BASE, BEGIN, END = range(4)  # columns of the visits
 LOADING_REGISTERS = 72  # registers per loading thread if there are three warpgroups; two have enough anyway

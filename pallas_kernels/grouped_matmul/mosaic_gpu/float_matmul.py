@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
 from jaxserve.pallas_kernels.grouped_matmul.launch import MatmulKernel, Tiles
 from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.target import TargetChip
-from jaxtyping import Array, Float, Int, Int32
 
 DTYPES = ("bfloat16", "float16")
 MIN_INPUTS = 32  # columns per shared-memory line

@@ -18,9 +18,10 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
+from jaxtyping import Array, Shaped
+
 from jaxserve.pallas_kernels.grouped_matmul.elements import PACKED, e2m1_floats
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.quantized_matmul import WGMMA_COLUMNS
-from jaxtyping import Array, Shaped
 
 BIAS = {"bfloat16": 128, "float16": 1024}  # added to int4 codes: a float whose last bits are the code
 LOADED, WANTED = plgpu.Layout.WGMMA_UPCAST_2X, plgpu.Layout.WGMMA

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxserve.pallas_kernels.warpgroups import divide
-from jaxtyping import Array
 
 P = TypeVar("P", bound=Problem)
 

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32, Int
+
 from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, INT4_ZERO
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu import fragments
@@ -28,7 +30,6 @@ from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.pipeline import ThreadBlo
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.quantized_matmul import WGMMA_COLUMNS, scales_sums, sums_shape
 from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, QuantizedStack
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
-from jaxtyping import Array, Float, Float32, Int
 
 LOADING_REGISTERS = {2: 40, 3: 56, 4: 32}  # registers per loading thread, by computing warpgroups
 _LOAD_PARAMETERS = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
 from jaxserve.pallas_kernels.grouped_matmul.elements import scale_floats
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch, MatmulKernel, Tiles
 from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, QuantizedStack
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
 from jaxserve.pallas_kernels.target import TargetChip
-from jaxtyping import Array, Float, Int
 
 DTYPES = ("bfloat16", "float16")
 MIN_GROUP_SIZE = 8  # columns that are adjacent in wgmma's registers

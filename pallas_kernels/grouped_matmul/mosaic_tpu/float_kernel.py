@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Int32
+
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.pipeline import pipelined_kernel
 from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
-from jaxtyping import Array, Float, Int, Int32
 
 
 def multiply(

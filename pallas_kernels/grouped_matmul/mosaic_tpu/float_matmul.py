@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
 from jaxserve.pallas_kernels.grouped_matmul.launch import MatmulKernel, Tiles, round_up
 from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxserve.pallas_kernels.target import TargetChip
-from jaxtyping import Array, Float, Int, Int32
 
 DTYPES = ("bfloat16", "float32")
 LANES = 128  # elements per memory tile row

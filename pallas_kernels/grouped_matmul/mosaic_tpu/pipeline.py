@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxtyping import Array
+
+from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 
 
 def pipelined_kernel(

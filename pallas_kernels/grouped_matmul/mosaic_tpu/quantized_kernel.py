@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
 from jaxserve.pallas_kernels.grouped_matmul.elements import INT4_ZERO, e2m1_floats, scale_floats
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.pipeline import pipelined_kernel
@@ -31,7 +33,6 @@ from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.quantized_matmul import (
     num_narrow_grids,
 )
 from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, QuantizedStack
-from jaxtyping import Array, Float, Int
 
 
 def multiply(

@@ -35,6 +35,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, Shaped
+
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.pallas_kernel import PallasKernel, Settings
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Backend, Problem
@@ -51,7 +53,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import Queries, WorkPlan, plan_work
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, encode, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
-from jaxtyping import Array, Float, Int32, Shaped
 
 HALF_DTYPES = ("bfloat16", "float16")
 POOL_DTYPES = (*HALF_DTYPES, *QUANTIZED_MAX)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import split_merge
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.computing_warpgroup import ComputingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.loading_warpgroup import LoadingWarpgroup
@@ -20,7 +22,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import 
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, Pages, QuantizedPages, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
 from jaxserve.pallas_kernels.warpgroups import divide
-from jaxtyping import Array, Float, Int32
 
 # Registers of a loading thread, by the number of warpgroups; two warpgroups always have enough.
 LOADING_REGISTERS = {3: 72, 4: 64}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import first_scale
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import SCALES
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import SCALES, KernelConfig, Tiling
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import i32

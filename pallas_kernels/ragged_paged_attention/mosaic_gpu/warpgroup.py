@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jax import lax
 from jax.experimental import pallas as pl
+
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import KernelConfig, Tiling

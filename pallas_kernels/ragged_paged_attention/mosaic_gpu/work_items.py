@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import (
     BASE_TOKEN,
     FIRST_BLOCK,
@@ -23,7 +25,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import 
     TABLE_ROW,
     TREE_START,
 )
-from jaxtyping import Array
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a row that has seen no key yet does not turn into NaN

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import MIN_TILE_TOKENS, KernelConfig, Tiling
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
-from jaxtyping import Array, Float, Int32
 
 MIN_SPAN = 4  # minimum number of units per worker: fewer are not worth the merge
 

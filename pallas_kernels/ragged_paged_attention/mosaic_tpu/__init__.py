@@ -40,6 +40,8 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
 from jaxserve.pallas_kernels import tpu
 from jaxserve.pallas_kernels.pallas_kernel import PallasKernel, Settings
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Backend, Problem
@@ -63,7 +65,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles impo
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import make_operands, token_outputs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_plan import make_plan
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, values_of
-from jaxtyping import Array, Float, Int32
 
 LATENT_POOL_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 POOL_DTYPES = ("bfloat16", "float32", *QUANTIZED_MAX)

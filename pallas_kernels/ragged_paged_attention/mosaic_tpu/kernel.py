@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float32, Int32, Shaped
+
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import BlockSizes, KernelConfig
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.decode_phase import DecodePhase
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands, Refs
@@ -15,7 +17,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.page_writer impor
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.tile_phase import TilePhase
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_plan import WorkPlan
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
-from jaxtyping import Array, Float32, Int32, Shaped
 
 
 def write_and_attend(

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jaxtyping import Array, BFloat16
+
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import (
     LANES,
@@ -17,7 +19,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles impo
     scale_rows,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
-from jaxtyping import Array, BFloat16
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind, Latents
 
 LANES = 128  # elements per row of a memory tile

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped
+
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import PAGE_IDS, BlockSizes, KernelConfig
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scales_to_tiles
@@ -20,7 +22,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_plan import 
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, quantize, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
-from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped
 
 
 class Operands(NamedTuple):

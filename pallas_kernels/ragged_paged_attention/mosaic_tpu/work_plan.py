@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import BlockSizes, KernelConfig
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import ALIGNED_TOKENS
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
-from jaxtyping import Array, Int32
 
 # Columns of the tables in `WorkPlan`.
 PAGE, OFFSET, FIRST_TOKEN, BEGIN, END, NUM_WRITE_COLUMNS = range(6)

@@ -18,9 +18,9 @@ from typing import Any
 
 import jax
 import numpy as np
+
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.native.build import BASELINE, FLAGS
-
 from tests.kernels.emulated.machine import Machine
 
 KERNELS = Path(native.__file__).parent

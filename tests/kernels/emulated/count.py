@@ -7,9 +7,9 @@ import json
 
 import jax
 import numpy as np
-from jaxserve.pallas_kernels import native, packed_linear
 
 import bench_linear
+from jaxserve.pallas_kernels import native, packed_linear
 from tests.kernels.emulated import calls
 
 ROWS, COLUMNS = 256, 1024

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from jaxserve.weights.rows import leaf_at
 
 from jaxserve import LLM, BeamSearchParams, weights
 from jaxserve.api.config import EngineConfig
@@ -21,6 +20,7 @@ from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, split_array, unsplit
 from jaxserve.scheduling.step_plan import StepShape
 from jaxserve.tools.planner.program import collectives
+from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
 from tests.parameters import mainly

@@ -9,25 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.weights import stored_tensor
-from jaxserve.weights.rows import leaf_at
 
 from jaxserve import weights
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
-from jaxserve.layers.sharding import (
-    TENSOR,
-    named_sharding,
-    over_devices,
-    tensor_mesh,
-)
+from jaxserve.layers.sharding import TENSOR, named_sharding, over_devices, tensor_mesh
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import device_bytes, matrix_transform, split_array, unsplit
+from jaxserve.pallas_kernels import packed_linear
 from jaxserve.tools.planner.program import collectives
+from jaxserve.weights import stored_tensor
+from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import reference_logits, write_checkpoint
 from tests.e2e.workloads import assert_same, generate, tokens
 from tests.models.test_parity import whole_sequence

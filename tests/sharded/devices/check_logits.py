@@ -9,18 +9,13 @@ import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from jaxserve.pallas_kernels import packed_linear
 
 from jaxserve import weights
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.sharding import (
-    TENSOR,
-    named_sharding,
-    over_devices,
-    tensor_mesh,
-)
+from jaxserve.layers.sharding import TENSOR, named_sharding, over_devices, tensor_mesh
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
+from jaxserve.pallas_kernels import packed_linear
 from tests.checkpoints import FAMILIES, reference_logits, write_checkpoint
 from tests.models.test_parity import whole_sequence
 from tests.parameters import some_by_default

@@ -19,13 +19,7 @@ from jaxserve.execution.sampling import (
     token_logprobs,
 )
 from jaxserve.execution.sampling.sampler import takes_most_likely
-from jaxserve.layers.sharding import (
-    TENSOR,
-    over_devices,
-    replicated,
-    tensor_mesh,
-    tensor_size,
-)
+from jaxserve.layers.sharding import TENSOR, over_devices, replicated, tensor_mesh, tensor_size
 from tests.sampling.sampling_cases import any_rows, any_table, make_rows, make_table
 
 BASE_SEED = jnp.uint32(42)

@@ -8,19 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.weights import CheckpointError
 
 from jaxserve import weights
-from jaxserve.layers.sharding import (
-    MODEL,
-    named_sharding,
-    over_devices,
-    tensor_mesh,
-)
+from jaxserve.layers.sharding import MODEL, named_sharding, over_devices, tensor_mesh
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.weights import CheckpointError
 from tests.checkpoints import reference_logits
 from tests.models.test_parity import whole_sequence
 from tests.parameters import mainly, some_by_default

@@ -14,10 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.weights import orbax_store, stored_tensor
-from jaxserve.weights.load import open_checkpoint
-from jaxserve.weights.rows import leaf_at
 
 from jaxserve import weights
 from jaxserve.layers.sharding import named_sharding, tensor_mesh
@@ -27,6 +23,10 @@ from jaxserve.layers.weight_formats.int8 import block_size, quantize
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import ParamSpec, device_bytes, matrix_transform, split_array, unsplit
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.weights import orbax_store, stored_tensor
+from jaxserve.weights.load import open_checkpoint
+from jaxserve.weights.rows import leaf_at
 from tests.parameters import mainly
 
 SEED = 3
