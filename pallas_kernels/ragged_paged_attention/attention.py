@@ -1,4 +1,4 @@
-"""The operation: choice of a backend, checks of arguments, and the call. See the package."""
+"""Entry point of the operation: backend selection, argument checks and the call. See the package."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def ragged_paged_attention(
     num_parts: int | None = None,
     backend: str = AUTO,
 ) -> tuple[Float[Array, "T Q V"], Pages]:
-    """Write the new vectors to the pages of their rows, then attend; return the output and the updated pool.
+    """Write the new vectors to their rows' pages, then attend; return the output and the updated pool.
 
-    All new vectors are written before any row attends: a row sees new vectors of another row in a shared page. Scores
-    and softmax are float32 whatever the dtypes.
+    All new vectors are written before any row attends: a row sees another row's new vectors in a shared page. Scores
+    and softmax are float32 for every dtype.
 
     Args:
-      inputs: tokens of the step and their rows.
+      inputs: the step's tokens and rows.
       kv_pages: pool made by `new_pages(backend, ...)`. Consumed: donate it under jit and use the returned one.
-      layer: layer of the pool to use; an int or a traced scalar.
+      layer: layer in the pool; an int or a traced scalar.
       options: static options.
-      num_parts: number of pages of these heads in each page of a pool of floats that was made for larger heads. The
-        page table then counts the smaller pages: page n of the pool has the pages from `n * num_parts` on. None for a
-        pool made for these heads.
+      num_parts: number of smaller pages in each page, for a float pool that was made for larger heads. The page table
+        then counts the smaller pages: page n in the pool becomes the pages from `n * num_parts` on. None for a pool
+        made for these heads.
       backend: "auto" or a name in `BACKENDS`.
 
     Raises:

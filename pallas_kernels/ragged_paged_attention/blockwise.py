@@ -1,10 +1,10 @@
-"""Blockwise attention of a step over paged keys and values in plain XLA.
+"""Blockwise attention to paged keys and values in plain XLA.
 
-Decode rows (one token) are sorted by length and processed in groups of similar length; prefill rows are cut into tiles
-of queries. Both are a few queries for each of a few rows, which attend to one block of keys after the other with an
-online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Trip counts follow the lengths: a step
-without prefill rows pays nothing for them, nor one without decode rows. The result of a decode row does not depend on
-its neighbours: blocks past its end leave its state bit-identical.
+Decode rows (one token) are sorted by length and processed in groups with similar lengths; prefill rows are cut into
+query tiles. Either way, a few queries for each of a few rows attend to one key block after the other with an online
+softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Trip counts follow the lengths: a step without
+prefill rows, or without decode rows, spends no time on them. A decode row's result does not depend on its neighbours:
+blocks past its end leave its state bit-identical.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ DECODE_BLOCK_TOKENS = 64
 PREFILL_TILE_QUERIES = 64
 PREFILL_BLOCK_TOKENS = 128
 
-# Finite stand-in for minus infinity: the difference of two of them must be 0, not NaN.
+# Finite stand-in for minus infinity: the difference between two must be 0, not NaN.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True)
 class LayerPages:
-    """Pages of one layer of a head-major pool: matrices `[P, H]`, one per key or value head or for all latents."""
+    """One layer's pages in a head-major pool: matrices `[P, H]`, one per key or value head, or one for all latents."""
 
     kv_pages: Pages
     layer: int | Int32[Array, ""]
@@ -43,11 +43,10 @@ class LayerPages:
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
         return int(values_of(self.kv_pages).shape[-2])
 
     def read(self, page_id: Int32[Array, "B b"]) -> tuple[Float32[Array, "B K S H"], Float32[Array, "B K S V"]]:
-        """Return keys and values of some pages, per KV head, in the order of the tokens."""
+        """Return the keys and values in some pages, per KV head, in token order."""
         page_id = self.layer * values_of(self.kv_pages).shape[1] + page_id
         if isinstance(self.kind, Latents):
             latents = self._gather(page_id[:, None, :])
@@ -57,7 +56,7 @@ class LayerPages:
         return self._gather(ids), self._gather(ids + 1)
 
     def _gather(self, ids: Int32[Array, "B K b"]) -> Float32[Array, "B K S H"]:
-        """Return matrices by their index among all layers, pages and heads, joined along the tokens."""
+        """Gather matrices by their index over all layers, pages and heads, joined along the token axis."""
         token_axis = values_of(self.kv_pages).ndim - 2
 
         def gather(pages: Shaped[Array, "L N *rest"]) -> Shaped[Array, "B K S *H"]:
@@ -75,13 +74,13 @@ def attend(attention: Attention, q: Float[Array, "T Q H"], rows: RaggedRows) -> 
 
 
 class Attention(NamedTuple):
-    """Arguments that all queries of the call share.
+    """Arguments that all queries share.
 
     Attributes:
-        pages: pages of the layer.
-        options: options of the call.
-        sinks: logit per query head without a value, or None.
-        nodes: nodes of a draft tree that each token sees, from `visible_nodes`, or None.
+        pages: the layer's pages.
+        options: static options.
+        sinks: one logit per query head that has no value, or None.
+        nodes: draft-tree nodes that each token sees, from `visible_nodes`, or None.
     """
 
     pages: LayerPages
@@ -91,13 +90,13 @@ class Attention(NamedTuple):
 
 
 class _Tree(NamedTuple):
-    """Nodes of a draft tree that each query of a tile sees, and the position of the first node."""
+    """Draft-tree nodes that each query in a tile sees, and the first node's position."""
 
     nodes: Int32[Array, "X columns"]
     start: Int32[Array, ""]
 
     def shows(self, key_position: Int32[Array, "1 S"], window: int | None) -> Bool[Array, "1 X S"]:
-        """Return the mask of keys that the tree lets each query see; later keys must be masked as well."""
+        """Return which keys the tree lets each query see; the caller must also mask later keys."""
         key_position = key_position[:, None, :]
         node = key_position - self.start
         word, bit = jnp.broadcast_arrays(self.nodes[None, :, :1], jnp.clip(node, 0, MAX_NODES - 1))
@@ -106,7 +105,7 @@ class _Tree(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """State of an online softmax over keys, for B sequences of X queries."""
+    """State of an online softmax over keys, for B sequences with X queries each."""
 
     max_score: Float32[Array, "B K G X"]
     denominator: Float32[Array, "B K G X"]
@@ -114,7 +113,7 @@ class Softmax(NamedTuple):
 
     @staticmethod
     def empty(shape: tuple[int, ...]) -> Softmax:
-        """Return the softmax before any key, with weighted sums of this shape."""
+        """Return the softmax before any key; `shape` is the shape of `weighted_sum`."""
         return Softmax(jnp.full(shape[:-1], _LOWEST), jnp.zeros(shape[:-1]), jnp.zeros(shape))
 
     def result(self) -> Float32[Array, "B K G X V"]:
@@ -122,7 +121,7 @@ class Softmax(NamedTuple):
         return self.weighted_sum / jnp.where(self.denominator > 0, self.denominator, 1)[..., None]
 
     def queries(self, start: Int32[Array, ""], num_queries: int) -> Softmax:
-        """Return the state of consecutive queries."""
+        """Return the state for `num_queries` consecutive queries."""
         return Softmax(*(lax.dynamic_slice_in_dim(x, start, num_queries, 3) for x in self))
 
     def with_queries(self, start: Int32[Array, ""], state: Softmax) -> Softmax:
@@ -134,7 +133,7 @@ class Softmax(NamedTuple):
 def _attend_decode_rows(
     attention: Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q V"], rows: RaggedRows
 ) -> Float[Array, "T Q V"]:
-    """Fill in the outputs of decode rows, a group of rows of similar length at a time."""
+    """Fill in the outputs for decode rows, one group with similar lengths at a time."""
     T, R = q.shape[0], rows.kv_lens.shape[0]
     group_rows = min(DECODE_GROUP_ROWS, R)
     is_decode = rows.live_q_lens() == 1
@@ -159,7 +158,7 @@ def _attend_decode_rows(
 def _attend_prefill_rows(
     attention: Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q V"], rows: RaggedRows
 ) -> Float[Array, "T Q V"]:
-    """Fill in the outputs of rows of several tokens, a tile of queries of one row at a time."""
+    """Fill in the outputs for rows with several tokens, one query tile at a time."""
     T = q.shape[0]
     tile_size = min(PREFILL_TILE_QUERIES, T)
     q_lens = rows.live_q_lens()
@@ -199,7 +198,7 @@ def _attend_blocks(
     block_tokens: int,
     tree: _Tree | None = None,
 ) -> Float[Array, "B X Q V"]:
-    """Attend with X queries of each of B sequences, a block of keys at a time; queries at position -1 are ignored."""
+    """Attend with X queries from each of B sequences, one key block at a time; queries at position -1 are ignored."""
     B, X, Q, H = q.shape
     pages = attention.pages
     K, V, page_size = pages.kind.num_kv_heads, pages.kind.value_dim, pages.page_size
@@ -233,7 +232,7 @@ def _attend_blocks(
 def _key_range(
     position: Int32[Array, "B X"], depth_position: Int32[Array, "B X"], window: int | None
 ) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
-    """Return the bounds of the keys that any query of a sequence sees; windows end at the position by depth."""
+    """Return the bounds of the keys that any query in a sequence sees; windows end at the position by depth."""
     last = jnp.max(position, axis=1)
     if window is None:
         return jnp.zeros_like(last), last + 1
@@ -249,7 +248,7 @@ def _visible(
 
 
 def _start(sinks: Float[Array, "Q"] | None, shape: tuple[int, ...]) -> Softmax:
-    """Return the softmax before any key: empty, or with the sink of each query head."""
+    """Return the softmax before any key: empty, or with the sink for each query head."""
     if sinks is None:
         return Softmax.empty(shape)
     B, K, G, X, _ = shape
@@ -265,7 +264,7 @@ def absorb(
     visible: Bool[Array, "B X S"],
     soft_cap: float | None = None,
 ) -> Softmax:
-    """Return the softmax after one more block of keys; queries that see no key of it keep their state."""
+    """Return the softmax after one more key block; queries that see none of its keys keep their state."""
     visible = visible[:, None, None]  # [B, 1, 1, X, S]
     scores = jnp.einsum("bkgxh,bksh->bkgxs", q, k, precision=lax.Precision.HIGHEST)
     if soft_cap is not None:

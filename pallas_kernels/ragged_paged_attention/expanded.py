@@ -1,8 +1,8 @@
-"""Attention to keys and values expanded from latents, for rows of many new tokens, in plain XLA.
+"""Attention to keys and values expanded from latents, for rows with many new tokens, in plain XLA.
 
-A block of latents is expanded once for all queries of its row, which then attend to it one tile after the other. A
-query-key pair takes n + d multiplications for its score and v for its value, instead of 2r + d with the latent; a key
-takes r (n + v) to expand. Trip counts follow the lengths of the rows.
+A block of latents is expanded once for all queries in its row, which then attend to it one tile after the other. Each
+query-key pair takes n + d multiplications for the score and v for the value, instead of 2r + d with the latent;
+expanding a key takes r (n + v). Trip counts follow the row lengths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BLOCK_TOKENS = 256
 
 
 def break_even_queries(matrices: HeadMatrices) -> int | None:
-    """Return the number of new tokens from which a row of any length is cheaper expanded; None if it never is.
+    """Return the minimum number of new tokens for which expansion is cheaper at any row length; None if it never is.
 
     For q new tokens and k keys, absorbed matrices take q r (n + v) multiplications, and scores and values q k (2r + d).
     Expansion takes k r (n + v), and then q k (n + d + v).
@@ -40,16 +40,16 @@ def attend(
     min_queries: int,
     out: Float[Array, "T Q V"],
 ) -> Float[Array, "T Q V"]:
-    """Replace the outputs of rows of at least `min_queries` new tokens in `out`.
+    """Attend with the rows that have at least `min_queries` new tokens, and replace their outputs in `out`.
 
     Args:
-        q: queries of heads, whose last elements are rotated.
-        matrices: matrices of the heads.
-        pages: pages of the layer, with the new latents.
-        rows: rows of the step.
+        q: per-head queries, after RoPE on their last elements.
+        matrices: per-head matrices.
+        pages: the layer's pages, including the new latents.
+        rows: the step's rows.
         scale: factor on the scores.
-        min_queries: minimum number of new tokens of a row.
-        out: outputs of the other rows.
+        min_queries: minimum number of new tokens per row.
+        out: outputs for the other rows.
     """
     (T, Q, _), V = q.shape, out.shape[2]
     tile, block_pages = min(TILE_QUERIES, T), max(1, BLOCK_TOKENS // pages.page_size)
@@ -57,7 +57,7 @@ def attend(
     q_lens = rows.live_q_lens()
     is_long = q_lens >= min_queries
     longest_first = jnp.argsort(q_lens, descending=True).astype(jnp.int32)
-    # The last tile of a row may continue after its tokens, and after the last token of the step.
+    # A row's last tile may continue past the row's tokens, and past the step's last token.
     heads_q = jnp.pad(q, ((0, tile), (0, 0), (0, 0))).swapaxes(0, 1)[None, :, None]
     state = Softmax.empty((1, Q, 1, T + tile, V))
 
@@ -97,7 +97,7 @@ def attend(
 def _expand(
     latents: Float32[Array, "S W"], matrices: HeadMatrices
 ) -> tuple[Float32[Array, "Q S H"], Float32[Array, "Q S V"]]:
-    """Return the keys and values of every head; keys end with the rotated elements of the latent."""
+    """Return every head's keys and values; a key ends with the latent's rotated elements."""
     (Q, _, rank), (S, W) = matrices.to_keys.shape, latents.shape
     content, rotated = latents[:, :rank], jnp.broadcast_to(latents[:, rank:], (Q, S, W - rank))
     keys, values = (

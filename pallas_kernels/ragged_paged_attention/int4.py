@@ -1,9 +1,9 @@
 """Vectors in int4 pools: rotated by a Hadamard matrix, then rounded to 16 levels between two bounds per group.
 
-A stored vector is a run of bytes, group after group. A group of G elements has G / 2 bytes: byte i holds element i in
-its low half and element i + G / 2 in its high half. 4 further bytes hold the step and the minimum, both in bfloat16.
-An element stands for `minimum + step * element`. So a group of 64 elements takes 36 bytes. As in other quantised pools,
-stored vectors never change, and they are the same however a prompt is cut into chunks.
+A stored vector is a byte string, group after group. A group with G elements has G / 2 bytes: byte i holds element i in
+its low half and element i + G / 2 in its high half. 4 further bytes hold the step and the minimum, both in bfloat16. An
+element stands for `minimum + step * element`. So a group with 64 elements takes 36 bytes. As in other quantised pools,
+stored vectors never change, and they are the same for every division of a prompt into chunks.
 
 The rotation spreads outliers in a few channels, which keys often have, over all channels (QuaRot, Ashkboos et al.,
 2024). Scores are the same if queries are rotated too, and outputs are rotated back. Rotations take only sums and powers
@@ -32,13 +32,13 @@ def stored_bytes(head_dim: int) -> int:
 
 
 def vector_size(num_bytes: int) -> int:
-    """Invert `stored_bytes`."""
+    """Return the head size of a vector with this number of bytes; the inverse of `stored_bytes`."""
     group_bytes = stored_bytes(GROUP)
     return (num_bytes - NUMBERS) * 2 if num_bytes % group_bytes else num_bytes // group_bytes * GROUP
 
 
 def failure(head_dim: int) -> str | None:
-    """Return the reason why heads of this size are not supported, or None if they are."""
+    """Return why this head size is not supported, or None if it is."""
     if head_dim % 2 == 0 and (head_dim % GROUP == 0 or head_dim <= MAX_HEAD_DIM):
         return None
     return f"head_dim must be even, and above {MAX_HEAD_DIM} a multiple of {GROUP}, in a pool of int4, not {head_dim}"
@@ -50,7 +50,7 @@ def block_size(head_dim: int) -> int:
 
 
 def rotate(x: Float[Array, "*vectors H"]) -> Float32[Array, "*vectors H"]:
-    """Multiply each block of a vector by the Hadamard matrix of ones and minus ones, in Sylvester's order.
+    """Multiply each block in a vector by the Hadamard matrix with entries 1 and -1, in Sylvester's order.
 
     Two rotations multiply a vector by the block size.
     """
@@ -65,14 +65,14 @@ def rotate(x: Float[Array, "*vectors H"]) -> Float32[Array, "*vectors H"]:
 
 
 def pack(x: Float32[Array, "*vectors H"]) -> UInt8[Array, "*vectors bytes"]:
-    """Return the stored bytes of rotated vectors; a group with an infinity or NaN decodes to NaN."""
+    """Return the stored bytes for rotated vectors; a group with an infinity or NaN decodes to NaN."""
     size = group_size(x.shape[-1])
     groups = x.reshape(*x.shape[:-1], -1, size)
     # A conversion to bfloat16 and back would be left out by XLA.
     minimum = lax.reduce_precision(jnp.min(groups, axis=-1), 8, 7)
     step = (jnp.max(groups, axis=-1) - minimum) * np.float32(1 / STEPS)
     step = lax.reduce_precision(jnp.maximum(step, np.finfo(np.float32).tiny), 8, 7)
-    # The maximum of many vectors ignores NaN on XLA:CPU.
+    # XLA:CPU ignores NaN in a maximum over many vectors.
     step = jnp.where(jnp.all(jnp.isfinite(groups), axis=-1), step, jnp.nan)
     elements = jnp.clip(jnp.round((groups - minimum[..., None]) * (1 / step)[..., None]), 0, STEPS).astype(jnp.uint8)
     low, high = jnp.split(elements, 2, axis=-1)
@@ -92,7 +92,7 @@ def unpack(packed: UInt8[Array, "*vectors bytes"]) -> Float32[Array, "*vectors H
 
 
 def _to_bytes(x: Float32[Array, "*groups"]) -> UInt8[Array, "*groups 2"]:
-    """Return the two bytes of each bfloat16 number, the lower byte first."""
+    """Return each bfloat16 number as two bytes, the lower byte first."""
     words: UInt32[Array, "*groups"] = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.stack([words >> 16 & 0xFF, words >> 24], axis=-1).astype(jnp.uint8)
 

@@ -19,14 +19,14 @@ from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Static options of attention; hashable, since each set of options has a program of its own.
+    """Static attention options; hashable, since each combination is compiled separately.
 
     Attributes:
         scale: factor on the scores, usually `H ** -0.5`.
         window: number of tokens that a query sees: at position p the keys in `(p - window, p]`; None for all up to p.
-        soft_cap: bound of the scores, which become `soft_cap * tanh(scores / soft_cap)`; None for none.
-        rank: size of the value with which a latent begins; None for keys and values of heads.
-        max_queries: maximum number of new tokens of a row that attends: longer rows are only written, and their outputs
+        soft_cap: bound on the scores, which become `soft_cap * tanh(scores / soft_cap)`; None for no bound.
+        rank: size of the value at the beginning of a latent; None for keys and values per head.
+        max_queries: maximum number of new tokens in a row that attends: longer rows are only written, and their outputs
             are undefined. None for no maximum. Only for latents, and backends that expand them.
 
     Raises:
@@ -50,7 +50,7 @@ class AttentionOptions:
 
 
 class AttentionInputs(NamedTuple):
-    """Arrays of one call, except the pool."""
+    """Array arguments, except the pool."""
 
     q: Float[Array, "T Q H"]
     """Queries; Q is a multiple of K, query head h reads KV head h // (Q / K)."""
@@ -74,43 +74,42 @@ class AttentionInputs(NamedTuple):
     for each node's depth."""
 
     def kind(self, options: AttentionOptions) -> KVKind:
-        """Return the kind of vectors that the pool stores."""
         _, num_heads, size = self.k.shape
         return Heads(num_heads, size) if options.rank is None else Latents(options.rank, size - options.rank)
 
     def vectors(self) -> Float[Array, "T *token"]:
-        """Return the vectors to store for each token: keys and values interleaved, `[2K, H]`, or its latent, `[W]`."""
+        """Return the vectors to store for each token: keys and values interleaved, `[2K, H]`, or the latent, `[W]`."""
         if self.v is None:
             return self.k[:, 0]
         T, K, H = self.k.shape
         return jnp.stack([self.k, self.v], axis=2).reshape(T, 2 * K, H)
 
     def rotated(self) -> AttentionInputs:
-        """Return the inputs with rotated queries and keys."""
+        """Return the inputs after RoPE on queries and keys."""
         if self.rope is None:
             return self
         return self._replace(q=apply_rope(self.q, self.rope), k=apply_rope(self.k, self.rope), rope=None)
 
 
 class HeadMatrices(NamedTuple):
-    """Matrices of each head that expand the first r elements of a latent to keys (without RoPE part) and values."""
+    """Per-head matrices that expand a latent's first r elements to keys (without RoPE part) and values."""
 
     to_keys: Float[Array, "Q n r"]
     to_values: Float[Array, "Q v r"]
 
     def absorb(self, q: Float[Array, "T Q H"]) -> Float[Array, "T Q W"]:
-        """Return queries of latents for queries of heads."""
+        """Convert per-head queries to queries that attend to latents."""
         nope_dim = self.to_keys.shape[1]
         nope = _per_head("tqn,qnr->tqr", q[..., :nope_dim], self.to_keys)
         return jnp.concatenate([nope, q[..., nope_dim:]], axis=-1)
 
     def values(self, out: Float[Array, "T Q rank"]) -> Float[Array, "T Q v"]:
-        """Return outputs of heads for weighted sums of latents."""
+        """Convert weighted sums of latents to per-head outputs."""
         return _per_head("tqr,qvr->tqv", out, self.to_values)
 
 
 class MLAInputs(NamedTuple):
-    """Arrays of one call of multi-head latent attention, except the pool; see `AttentionInputs`."""
+    """Array arguments for MLA, except the pool; see `AttentionInputs`."""
 
     q: Float[Array, "T Q H"]
     """Queries of heads: n elements without position, and d that RoPE rotates."""
@@ -122,17 +121,17 @@ class MLAInputs(NamedTuple):
     tree_mask: Int32[Array, "T"] | None = None
 
     def absorbed(self, q: Float[Array, "T Q W"]) -> AttentionInputs:
-        """Return the inputs of attention to latents with these queries of latents."""
+        """Return the inputs for attention to latents with these absorbed queries."""
         return AttentionInputs(q, self.latents[:, None], None, self.rows, self.rope, tree_mask=self.tree_mask)
 
     def rotated_q(self) -> Float[Array, "T Q H"]:
-        """Return the queries of heads with their last elements rotated."""
+        """Return the per-head queries after RoPE on their last elements."""
         return self.q if self.rope is None else apply_rope(self.q, self.rope)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Static parameters of a call that decide which backend can run it."""
+    """Static parameters that decide which backend can run a call."""
 
     kind: KVKind
     num_query_heads: int
@@ -148,8 +147,8 @@ class Backend(ABC):
         layout: layout of its pools.
         splits_pages: True if it takes a pool that was made for larger heads unchanged, so that XLA has nothing to
             reshape.
-        gathers_table: True if all layers read pages faster from a page table in the order of the step's rows.
-        expands_latents: True if rows of many new tokens should attend to keys and values expanded from latents; see
+        gathers_table: True if all layers read pages faster from a page table ordered like the step's rows.
+        expands_latents: True if rows with many new tokens should attend to keys and values expanded from latents; see
             `expanded`.
     """
 
@@ -160,20 +159,20 @@ class Backend(ABC):
 
     @abstractmethod
     def unsupported_reason(self, problem: Problem) -> str | None:
-        """Return the reason why this backend cannot run a problem, or None if it can."""
+        """Return why this backend cannot run a problem, or None if it can."""
 
     @abstractmethod
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Return the outputs of all rows in the dtype of `q`, and the donated pool with this step's vectors.
+        """Return all rows' outputs in the dtype of `q`, and the donated pool with this step's vectors.
 
-        A backend must write the vectors of all rows before any row attends: rows of one call may share pages that one
-        of them writes in this call.
+        A backend must write all rows' vectors before any row attends: rows may share pages that one of them writes in
+        this call.
         """
 
 
 def _per_head(equation: str, x: Float[Array, "T Q a"], matrices: Float[Array, "Q b c"]) -> Float[Array, "T Q d"]:
-    """Multiply each head by its own matrix in the dtype of x; exact if that is float32."""
+    """Multiply each head by its own matrix in the dtype of x; exact if x is float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, matrices.astype(x.dtype), precision=precision)

@@ -1,4 +1,4 @@
-"""Kinds of vectors that a pool stores for each token: keys and values of heads, or latents (MLA)."""
+"""The vectors that a pool stores for each token: keys and values per head, or latents (MLA)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Heads:
 
     Attributes:
         num_kv_heads: number of KV heads, K.
-        head_dim: size of a key and of a value, H.
+        head_dim: size of a key or value, H.
     """
 
     num_kv_heads: int
@@ -19,22 +19,20 @@ class Heads:
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Shape of the vectors of a token: keys and values, interleaved."""
+        """Shape of a token's vectors: keys and values, interleaved."""
         return (2 * self.num_kv_heads, self.head_dim)
 
     @property
     def key_dim(self) -> int:
-        """Size of a key."""
         return self.head_dim
 
     @property
     def value_dim(self) -> int:
-        """Size of a value."""
         return self.head_dim
 
     @property
     def rope_dim(self) -> int:
-        """Number of last elements of a key that RoPE rotates."""
+        """Number of elements at the end of a key that RoPE rotates."""
         return self.head_dim
 
     def __str__(self) -> str:
@@ -43,7 +41,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Latents:
-    """One latent vector for all query heads: the key of multi-head latent attention, which begins with the value.
+    """One latent vector for all query heads: the MLA key, whose first elements are the value.
 
     Attributes:
         rank: size of the value, r.
@@ -56,7 +54,6 @@ class Latents:
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Shape of the vector of a token."""
         return (self.key_dim,)
 
     @property
@@ -66,7 +63,6 @@ class Latents:
 
     @property
     def value_dim(self) -> int:
-        """Size of a value."""
         return self.rank
 
     def __str__(self) -> str:

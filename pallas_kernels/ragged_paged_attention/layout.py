@@ -1,8 +1,8 @@
-"""Layouts of the page pool in memory, and their conversion to the canonical one.
+"""Memory layouts of the page pool, and their conversion to the canonical one.
 
-The canonical layout is `[L, N, P, 2K, H]`, keys of head h at 2h and values at 2h + 1, or `[L, N, P, W]` for latents.
-The scales of an int8 or fp8 pool are a second array without the last axis. In an int4 pool, H is the bytes of a vector
-(`int4.stored_bytes`).
+The canonical layout is `[L, N, P, 2K, H]`, head h's key at 2h and value at 2h + 1, or `[L, N, P, W]` for latents. The
+scales for an int8 or fp8 pool are a second array without the last axis. In an int4 pool, H is the number of bytes per
+vector (`int4.stored_bytes`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SMALL_PAGE_TOKENS = 16  # leaves little of a row's last page empty
 
 
 class PoolDims(NamedTuple):
-    """Sizes of a page pool that do not depend on its vectors."""
+    """Pool sizes that do not depend on the stored vectors."""
 
     num_layers: int
     num_pages: int
@@ -32,8 +32,8 @@ class Layout(ABC):
     """Order of a pool's elements in memory, which each backend chooses.
 
     Attributes:
-        token_shape: shape of a token's vectors as they are stored, `(2K, H)`, or `(W,)` for latents.
-        token_axis: axis of a pool that counts the tokens of a page.
+        token_shape: stored shape of a token's vectors, `(2K, H)`, or `(W,)` for latents.
+        token_axis: pool axis that counts the tokens in a page.
     """
 
     token_shape: tuple[int, ...]
@@ -49,11 +49,11 @@ class Layout(ABC):
 
     @abstractmethod
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of the scales of a quantised pool; called only if the backend supports such a pool."""
+        """Return the scales' shape in a quantised pool; called only if the backend supports such a pool."""
 
     @abstractmethod
     def to_canonical(self, kv_pages: Pages) -> Pages:
-        """Return the pool, or any pages of it `[L, N, ...]`, in the canonical layout."""
+        """Return the pool, or any of its pages `[L, N, ...]`, in the canonical layout."""
 
     @abstractmethod
     def from_canonical(self, kv_pages: Pages) -> Pages:
@@ -61,10 +61,10 @@ class Layout(ABC):
 
     @classmethod
     def pool_dims(cls, shape: tuple[int, ...]) -> PoolDims:
-        """Return the sizes of a pool from the shape of its values.
+        """Read the pool's sizes from the shape of its values.
 
         Raises:
-          ValueError: no pool has this number of axes.
+          ValueError: the number of axes fits no pool.
         """
         if len(shape) not in (4, 5):
             raise ValueError(f"the pool must have 4 or 5 axes, got shape {shape}; make it with new_pages")
@@ -73,7 +73,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class TokenMajor(Layout):
-    """The canonical layout, whose scales are padded to a multiple of 2K."""
+    """The canonical layout; scales are padded to a multiple of 2K."""
 
     token_axis = 2
     scale_multiple: ClassVar[int] = 1
@@ -85,13 +85,13 @@ class TokenMajor(Layout):
         return (*dims, *(size + -size % self.scale_multiple for size in self.token_shape[:-1]))
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
-        """Return the pool as it is, its scales without padding."""
+        """Return the pool unchanged, and its scales without padding."""
         if not isinstance(kv_pages, QuantizedPages) or len(self.token_shape) == 1:
             return kv_pages
         return kv_pages._replace(scales=kv_pages.scales[..., : self.token_shape[0]])
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
-        """Invert `to_canonical`; also of single tokens `[T, 2K, H]`."""
+        """Invert `to_canonical`; also for single tokens `[T, 2K, H]`."""
         if not isinstance(kv_pages, QuantizedPages) or len(self.token_shape) == 1:
             return kv_pages
         scales = kv_pages.scales
@@ -101,7 +101,7 @@ class TokenMajor(Layout):
 
 @dataclass(frozen=True)
 class HeadMajor(Layout):
-    """Layout `[L, N, 2K, P, H]` with scales `[L, N, 2K, P]`: a gathered page is a matrix per head."""
+    """Layout `[L, N, 2K, P, H]` with scales `[L, N, 2K, P]`: a gathered page is one matrix per head."""
 
     token_axis = -2
 
@@ -121,7 +121,7 @@ class HeadMajor(Layout):
 
 @dataclass(frozen=True)
 class TransposedKeys(HeadMajor):
-    """Head-major layout, but a page of keys of a head is `[H, P]`: one vector instruction scores many tokens."""
+    """Head-major layout in which a head's keys in a page are `[H, P]`: one vector instruction scores many tokens."""
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
         *_, P, H = values_of(kv_pages).shape
@@ -132,7 +132,7 @@ class TransposedKeys(HeadMajor):
         return self._transposed(super().from_canonical(kv_pages), (P, H))
 
     def _transposed(self, kv_pages: Pages, key_page: tuple[int, int]) -> Pages:
-        """Transpose each page of keys of a head-major pool, whose matrix has the shape `key_page`; latents stay."""
+        """Transpose the keys in a head-major pool, one `key_page`-shaped matrix per page and head; latents stay."""
         if len(self.token_shape) == 1:
             return kv_pages
         values = values_of(kv_pages)

@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with the queries and matrices of heads.
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) with per-head queries and matrices.
 
-A layer stores a latent per token, of r + d elements. The score of a query is its dot product with the whole latent, and
-the value is the latent's first r elements. The last d elements carry the position: they are rotated in queries and
-latents. The matrices that would expand latents to keys and values of heads are applied to queries and outputs instead
-(absorbed). Rows of many new tokens attend to expanded keys and values (`expanded.py`) if that takes fewer operations.
+A layer stores one latent per token, with r + d elements. A query's score is its dot product with the whole latent, and
+the value is the latent's first r elements. The last d elements carry the position: RoPE rotates them in queries and
+latents. The matrices that would expand latents to per-head keys and values are applied to queries and outputs instead
+(absorbed). Rows with many new tokens attend to expanded keys and values (`expanded.py`) if this takes fewer operations.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def mla_attention(
     *,
     backend: str = AUTO,
 ) -> tuple[Float[Array, "T Q v"], Pages]:
-    """Write the new latents to the pages of their rows, then attend with the queries of heads.
+    """Write the new latents to their rows' pages, then attend with per-head queries.
 
-    If a row of the step may have `expanded.break_even_queries` tokens, such rows attend to expanded latents. Matrices
-    are then absorbed only for the tokens of the other rows, a block at a time. See `ragged_paged_attention`.
+    If a row may have `expanded.break_even_queries` or more tokens, such rows attend to expanded latents. Matrices are
+    then absorbed only for the other rows' tokens, a block at a time. See `ragged_paged_attention`.
     """
     (T, Q, _), matrices = inputs.q.shape, inputs.matrices
     latent_inputs = inputs.absorbed(inputs.q)
@@ -66,7 +66,7 @@ def mla_attention(
 def _multiply_some(
     is_wanted: Bool[Array, "T"], multiply: Callable[[Array], Array], x: Float[Array, "T Q a"]
 ) -> Float[Array, "T Q b"]:
-    """Apply `multiply` to blocks of tokens that contain a wanted one; return zeros for other blocks."""
+    """Apply `multiply` to the token blocks that contain a wanted token; return zeros for other blocks."""
     T = x.shape[0]
     block = min(_BLOCK_TOKENS, T)
 

@@ -1,4 +1,4 @@
-"""Moves of stored tokens within their rows, which make the accepted path of a draft tree contiguous."""
+"""Moves of stored tokens within their rows, which make a draft tree's accepted path contiguous."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def move_tokens(
     first: Int32[Array, "R"],
     source: Int32[Array, "R N"],
 ) -> Pages:
-    """Copy the vectors at position `first + source[:, n]` of each row to position `first + n`, in all layers.
+    """Copy each row's vectors at position `first + source[:, n]` to position `first + n`, in all layers.
 
     Args:
-      layout: layout of the pool.
+      layout: the pool's layout.
       kv_pages: pool; donated.
-      page_table: pages of sequences.
-      table_row: row of the page table for each row.
-      first: first position of each row that may change.
+      page_table: page ids per sequence.
+      table_row: each row's index in the page table.
+      first: first position in each row that may change.
       source: positions counted from `first`, less than N; n itself if nothing moves there. A row in which nothing moves
         is not touched.
     """
@@ -39,7 +39,7 @@ def move_tokens(
     index = jnp.where((step >= 0) & (step < N), moved + unmoved - step, unmoved)
     columns = (first // P)[:, None] + jnp.arange(num_columns, dtype=jnp.int32)[None]
     pages = page_table.at[table_row[:, None], columns].get(mode="clip")
-    # An unchanged page may be past the row's last one, and then belong to any other row: it is not written.
+    # An unchanged page may be past the row's last one, and may then belong to any other row: it is not written.
     is_changed = jnp.any((index != unmoved).reshape(R, num_columns, P), axis=2)
     target = jnp.where(is_changed, pages, dims.num_pages).reshape(-1)
 

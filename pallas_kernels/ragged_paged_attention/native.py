@@ -1,7 +1,7 @@
-"""Ragged paged attention in C++, a custom call of XLA: serves CPUs if its library could be built.
+"""Ragged paged attention in C++, an XLA custom call: serves CPUs if its library could be built.
 
-The pool is head-major with transposed pages of keys (`layout.TransposedKeys`). Latents are transposed by the kernel, a
-block of tokens once for all query heads of a tile. See `pallas_kernels/native`.
+The pool is head-major with transposed keys (`layout.TransposedKeys`). The kernel transposes latents, each token block
+once for all query heads in a tile. See `pallas_kernels/native`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import INT4, QUANT
 
 POOL_DTYPES = ("float32", "bfloat16", *QUANTIZED)
 LATENT_POOL_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
-VECTOR = 4  # elements of the narrowest vector registers in use
+VECTOR = 4  # elements per vector register, for the narrowest in use
 
 
 class Native(Backend):
@@ -52,10 +52,10 @@ class Native(Backend):
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Rotate, write and attend in one call that updates the pool in place; donate the pool.
+        """Apply RoPE, write and attend in one call that updates the pool in place; donate the pool.
 
-        The call takes q, k and v as one buffer: if they are slices of one array, XLA joins them at no cost, whereas it
-        would copy each to pass them one by one.
+        The call takes q, k and v as one buffer: if they are slices from one array, XLA joins them at no cost, whereas
+        it would copy each to pass them one by one.
         """
         q, rows, sinks, rope = inputs.q, inputs.rows, inputs.sinks, inputs.rope
         heads = [q, inputs.k] if inputs.v is None else [q, inputs.k, inputs.v]

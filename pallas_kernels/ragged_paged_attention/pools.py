@@ -1,4 +1,4 @@
-"""Pools of pages: their creation, conversion between layouts, and moves of tokens. A backend owns the layout."""
+"""Page pools: creation, conversion between layouts, and token moves. Each backend has its own layout."""
 
 from __future__ import annotations
 
@@ -37,11 +37,6 @@ OP = Op("ragged_paged_attention", BACKENDS)
 
 
 def backend_named(name: str) -> Backend:
-    """Return a backend.
-
-    Raises:
-      ValueError: there is no backend of this name.
-    """
     if name not in BACKENDS:
         hint = "; resolve it with select_backend first" if name == AUTO else ""
         raise ValueError(f"a pool's layout needs a backend's name, one of {list(BACKENDS)}, got {name!r}{hint}")
@@ -49,20 +44,20 @@ def backend_named(name: str) -> Backend:
 
 
 def layout_for(backend: Backend, kind: KVKind, kv_dtype: DTypeLike) -> Layout:
-    """Return the layout of a backend for pools of a kind and dtype."""
+    """Return a backend's layout for a pool with this kind and dtype."""
     *heads, size = kind.token_shape
     return backend.layout((*heads, stored_size(size, jnp.dtype(kv_dtype))))
 
 
 def default_page_size(backend: str, kind: KVKind, kv_dtype: DTypeLike) -> int:
-    """Return the default page size in tokens of a named backend (see `select_backend`)."""
+    """Return a named backend's default page size in tokens (see `select_backend`)."""
     return layout_for(backend_named(backend), kind, kv_dtype).default_page_size(jnp.dtype(kv_dtype))
 
 
 def new_pages(
     backend: str, kind: KVKind, *, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike
 ) -> Pages:
-    """Return an empty pool of a named backend (see `select_backend`), with scales if the dtype needs them."""
+    """Return an empty pool for a named backend (see `select_backend`), with scales if the dtype needs them."""
     layout, dims = layout_for(backend_named(backend), kind, dtype), PoolDims(num_layers, num_pages, page_size)
     dtype = jnp.dtype(dtype)
     values = jnp.zeros(layout.kv_shape(dims), array_dtype(dtype))
@@ -70,12 +65,12 @@ def new_pages(
 
 
 def to_canonical(backend: str, kv_pages: Pages, kind: KVKind) -> Pages:
-    """Convert the pool, or any pages of it `[L, N, ...]`, from the layout of a named backend to the canonical one."""
+    """Convert the pool, or any of its pages `[L, N, ...]`, from a named backend's layout to the canonical one."""
     return layout_for(backend_named(backend), kind, pool_dtype(kv_pages)).to_canonical(kv_pages)
 
 
 def from_canonical(backend: str, kv_pages: Pages) -> Pages:
-    """Convert the pool, or any pages of it `[L, N, ...]`, from the canonical layout to a named backend's."""
+    """Convert the pool, or any of its pages `[L, N, ...]`, from the canonical layout to a named backend's."""
     return backend_named(backend).layout(values_of(kv_pages).shape[3:]).from_canonical(kv_pages)
 
 
@@ -88,18 +83,18 @@ def move_tokens(
     first: Int32[Array, "R"],
     source: Int32[Array, "R N"],
 ) -> Pages:
-    """Copy tokens within their rows in a pool of a named backend, in all layers: see `moves.move_tokens`."""
+    """Copy tokens within their rows in a named backend's pool, in all layers: see `moves.move_tokens`."""
     layout = layout_for(backend_named(backend), kind, pool_dtype(kv_pages))
     return moves.move_tokens(layout, kv_pages, page_table, table_row, first, source)
 
 
 def split_pages(backend: str, kv_pages: Pages, kind: KVKind, num_parts: int) -> Array:
-    """Return the pool of a named backend as one for smaller heads: page n becomes pages `n * num_parts` and following.
+    """Return a named backend's pool as one for smaller heads: page n becomes `num_parts` pages from `n * num_parts` on.
 
-    Nothing moves if arrays are row-major. Reshaped to its former shape, the result is the pool again.
+    No data moves if arrays are row-major. Reshape the result to its former shape to get the pool back.
 
     Raises:
-      ValueError: the pool has scales, or its pages are of another size.
+      ValueError: the pool has scales, or its pages have another size.
     """
     if isinstance(kv_pages, QuantizedPages) or not isinstance(kv_pages, jax.Array):
         raise ValueError(f"a pool whose pages are split must be an array of floats, got {describe(kv_pages)}")

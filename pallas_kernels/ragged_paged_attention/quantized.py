@@ -24,8 +24,8 @@ QUANTIZED = (*QUANTIZED_MAX, INT4.name)
 class QuantizedPages(NamedTuple):
     """Quantised pool: `values * scales`.
 
-    Each key and value has a scale, so stored vectors never change: they are the same however a prompt is cut into
-    chunks. With one scale per page they would not be, since growing pages are rescaled.
+    Each key and value has a scale, so stored vectors never change: they are the same for every division of a prompt
+    into chunks. One scale per page would break this, since growing pages are rescaled.
     """
 
     values: Shaped[Array, "..."]
@@ -38,7 +38,7 @@ Pages = Shaped[Array, "..."] | QuantizedPages
 
 
 def has_scales(dtype: jnp.dtype) -> bool:
-    """Return whether a pool of this dtype has an array of scales."""
+    """Return whether a pool with this dtype has an array of scales."""
     return dtype.name in QUANTIZED_MAX
 
 
@@ -47,7 +47,7 @@ def array_dtype(kv_dtype: jnp.dtype) -> jnp.dtype:
 
 
 def pool_dtype(kv_pages: Pages) -> jnp.dtype:
-    """Return the dtype of a pool: int4 if its array has the dtype of bytes."""
+    """Return the pool's dtype; packed bytes mean int4."""
     return INT4 if (dtype := values_of(kv_pages).dtype) == _PACKED else dtype
 
 
@@ -62,14 +62,14 @@ def values_of(kv_pages: Pages) -> Shaped[Array, "..."]:
 
 
 def encode(x: Float[Array, "*vectors H"], kv_dtype: jnp.dtype) -> Pages:
-    """Return vectors as a pool stores them: cast, packed, or quantised with scales `[*vectors]`."""
+    """Convert vectors to their stored form: cast, packed, or quantised with scales `[*vectors]`."""
     if has_scales(kv_dtype):
         return QuantizedPages(*quantize(x, kv_dtype))
     return int4.pack(int4.rotate(x)) if kv_dtype == INT4 else x.astype(kv_dtype)
 
 
 def decode(stored: Pages) -> Float32[Array, "*vectors H"]:
-    """Return vectors from stored elements; vectors from int4 pools stay rotated."""
+    """Convert stored elements back to vectors; vectors from int4 pools stay rotated."""
     if isinstance(stored, QuantizedPages):
         return dequantize(*stored)
     return int4.unpack(stored) if stored.dtype == _PACKED else stored.astype(jnp.float32)
@@ -78,7 +78,7 @@ def decode(stored: Pages) -> Float32[Array, "*vectors H"]:
 def quantize(
     x: Float[Array, "*vectors H"], dtype: jnp.dtype
 ) -> tuple[Shaped[Array, "*vectors H"], BFloat16[Array, "*vectors"]]:
-    """Return each vector in `dtype` with its scale, which is NaN for a vector that is not finite.
+    """Quantise each vector to `dtype` with one scale; a vector that is not finite gets the scale NaN.
 
     Scales are rounded up to bfloat16, so that the largest element stays within the range of `dtype`.
     """
@@ -86,7 +86,7 @@ def quantize(
     # Multiply instead of dividing: XLA turns some divisions into multiplications, which round differently.
     step = 1 / QUANTIZED_MAX[dtype.name]
     scales = _rounded_up(jnp.maximum(jnp.max(jnp.abs(x), axis=-1) * step, np.finfo(np.float32).tiny))
-    # The maximum of many vectors ignores NaN on XLA:CPU.
+    # XLA:CPU ignores NaN in a maximum over many vectors.
     scales = jnp.where(jnp.all(jnp.isfinite(x), axis=-1), scales, jnp.nan)
     values = x * (1 / scales)[..., None]
     if jnp.issubdtype(dtype, jnp.integer):
@@ -108,5 +108,5 @@ def dequantize(
 
 
 def describe(kv_pages: Pages) -> str:
-    """Return the dtype of a pool and whether it has scales, for messages."""
+    """Return the pool's dtype and whether it has scales, for messages."""
     return f"{values_of(kv_pages).dtype} with{'' if isinstance(kv_pages, QuantizedPages) else 'out'} scales"

@@ -7,13 +7,13 @@ from jaxtyping import Array, Float, Float32
 
 
 def apply_rope(x: Float[Array, "T N H"], rope: Float32[Array, "2 T half"]) -> Float32[Array, "T N H"]:
-    """Rotate the last `2 * half` elements of each vector in float32, whatever the dtype, and keep those before them.
+    """Rotate the last `2 * half` elements in each vector and keep the others; compute in float32 for every dtype.
 
-    Element i of the first half of these and element i of the second half are a pair, as in Hugging Face checkpoints.
+    Element i in the first half is paired with element i in the second half, as in Hugging Face checkpoints.
 
     Args:
-      x: vectors of each token.
-      rope: cosines and sines of each token's angles.
+      x: vectors per token.
+      rope: cosines and sines per token.
     """
     cos, sin = rope[:, :, None, :]  # [T, 1, half] each
     num_kept = x.shape[-1] - 2 * rope.shape[2]

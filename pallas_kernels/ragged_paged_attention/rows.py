@@ -1,4 +1,4 @@
-"""Rows of a step: which tokens belong to which sequence, and in which pages each sequence is stored."""
+"""Rows of a step: which tokens belong to which sequence, and which pages store each sequence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxtyping import Array, Bool, Int32
 
 
 class PagesToRead(NamedTuple):
-    """Pages to which the new tokens of each row attend, out of all pages of the row.
+    """Pages that each row's new tokens attend to, if not all of the row's pages.
 
-    The pages that a row writes in the step must be among them. Keys keep the rotation that they were stored with, and
+    They must include the pages that a row writes in the step. Keys keep the rotation that they were stored with, and
     new tokens are rotated by their own positions, regardless of gaps. Layers with a sliding window take no such list: a
     window counts tokens in the pool and would count past the gaps.
     """
@@ -43,19 +43,19 @@ class RaggedRows(NamedTuple):
     """Pages that the rows attend to; None for all."""
 
     def table_rows(self, row_id: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-        """Return the rows of the page table for some rows of the step."""
+        """Return the page-table row for each given row."""
         return row_id if self.table_row is None else self.table_row.at[row_id].get(mode="clip")
 
     def with_gathered_table(self) -> RaggedRows:
-        """Return the same rows with a page table in the order of the step's rows."""
+        """Return the same rows with a page table ordered like the step's rows."""
         if self.table_row is None:
             return self
         return self._replace(page_table=self.page_table.at[self.table_row].get(mode="clip"), table_row=None)
 
     def with_read_pages(self, page_size: int) -> RaggedRows:
-        """Return the same rows with a page table of only the pages that they read.
+        """Return the same rows with a page table that has only the pages they read.
 
-        New tokens keep their offsets in the pages: they are in the last ones, all of which are read.
+        New tokens keep their offsets in the pages: they are in the last pages, all of which are read.
         """
         if self.pages_to_read is None:
             return self
@@ -69,21 +69,21 @@ class RaggedRows(NamedTuple):
         return jnp.arange(self.kv_lens.shape[0], dtype=jnp.int32) < self.num_rows
 
     def live_q_lens(self) -> Int32[Array, "R"]:
-        """Return the number of new tokens of each row, zero for padding rows."""
+        """Return each row's number of new tokens, zero for padding rows."""
         return jnp.where(self.is_live(), self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
 
     def row_ids(self, token_id: Int32[Array, "T"]) -> Int32[Array, "T"]:
-        """Return the row of each given token; padding tokens get any row."""
+        """Return the row that each given token belongs to; padding tokens get any row."""
         starts_by = (self.cu_q_lens[None, 1:] <= token_id[:, None]) & self.is_live()[None, :]  # [T, R]
         return jnp.minimum(jnp.sum(starts_by, axis=1, dtype=jnp.int32), self.kv_lens.shape[0] - 1)
 
     def slot_mapping(
         self, num_tokens: int, *, num_pages: int, page_size: int
     ) -> tuple[Int32[Array, "T"], Int32[Array, "T"]]:
-        """Return the page of each token of the step and its offset there.
+        """Return each token's page, and its offset there.
 
-        Padding tokens, and tokens past the last column of the page table, get pages that do not exist. All slots
-        differ, also those outside the pool: a scatter that drops these may be declared to have unique indices.
+        Padding tokens, and tokens past the page table's last column, get pages that do not exist. All slots differ,
+        also outside the pool: a scatter that drops these may be declared to have unique indices.
         """
         token_id = jnp.arange(num_tokens, dtype=jnp.int32)
         row_id = self.row_ids(token_id)

@@ -1,4 +1,4 @@
-"""Trees of draft tokens: visibility of a row's last tokens to each other. See `AttentionInputs.tree_mask`."""
+"""Draft trees: visibility between a row's last tokens. See `AttentionInputs.tree_mask`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
-MAX_NODES = 32  # bits of a word
+MAX_NODES = 32  # bits per word
 
 
 def tree_starts(rows: RaggedRows) -> Int32[Array, "R"]:
-    """Return the position in the pool of the first token of each row that may be a node of a tree."""
+    """Return the pool position of each row's first token that may be a tree node."""
     return rows.kv_lens - jnp.minimum(rows.live_q_lens(), MAX_NODES)
 
 
 def visible_nodes(tree_mask: Int32[Array, "T"], rows: RaggedRows, window: int | None) -> Int32[Array, "T columns"]:
-    """Return the nodes that each token sees as bits of a word and, with a window, the token's position by depth.
+    """Return the nodes that each token sees as bits in a word and, with a window, the token's position by depth.
 
     The word has the token's own bit, no later bits, and only nodes inside the window. The position by depth counts
     ancestors instead of tokens in the pool; the window over the tokens before the tree is counted from there.

@@ -26,8 +26,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
 
 
 class Xla(Backend):
-    """Backend in plain XLA."""
-
     layout = HeadMajor
     gathers_table = True
     expands_latents = True
@@ -65,13 +63,13 @@ class Xla(Backend):
 
 
 def _write(inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""]) -> Pages:
-    """Write the vectors of this step to their pages by one scatter in place; the pool is donated."""
+    """Write this step's vectors to their pages with one scatter in place; the pool is donated."""
     _, num_pages, page_size = HeadMajor.pool_dims(values_of(kv_pages).shape)
     page_id, offset = inputs.rows.slot_mapping(inputs.q.shape[0], num_pages=num_pages, page_size=page_size)
     slots: tuple[Array, ...] = (page_id, offset)
     if inputs.v is not None:
-        # Each vector has its own index: a scatter of all vectors of a token makes XLA:TPU want them side by side in
-        # memory, and copy the whole pool from that layout to the one that is read.
+        # Each vector has its own index: if a scatter writes all vectors of a token together, XLA:TPU wants them
+        # adjacent in memory, and copies the whole pool from this layout to the one that is read.
         slots = (page_id[:, None], jnp.arange(2 * inputs.k.shape[1])[None, :], offset[:, None])
 
     def write(pages: Shaped[Array, "L N *rest"], new: Shaped[Array, "T *vectors"]) -> Shaped[Array, "L N *rest"]:
