@@ -3,29 +3,29 @@
 New keys and values are scattered to their pages in place; then one persistent kernel attends for all rows
 (`kernel.py`).
 
-- The queries of a row are cut into tiles: some tokens times the query heads of one KV head, 64 matrix rows for each
-  warpgroup (`tiling.py`). A tile with one KV head is a work item, whose units are the blocks of keys that it sees.
-- The units of all work items are cut into spans of equal length, one per worker, so that any mix of lengths balances
-  (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024). The device computes this plan from the lengths
+- Each row's queries are cut into tiles: some tokens times the query heads for one KV head, 64 matrix rows per warpgroup
+  (`tiling.py`). A tile with one KV head is a work item, and each key block that the tile sees is one unit.
+- The units in all work items are cut into equal spans, one per worker, so that any mix of lengths balances (Stream-K,
+  Osama et al. 2023; LeanAttention, Sanovar et al. 2024). The device computes this plan from the lengths
   (`work_plan.py`), so consecutive steps need nothing from the host.
 - A worker writes work items that lie inside its span directly to the output. If several workers share a work item, each
-  writes its split to a scratch buffer of two splits per worker, and a second, small kernel merges them
+  writes its split to a scratch buffer with two splits per worker, and a second, small kernel merges them
   (`split_merge.py`).
-- One warpgroup of a worker feeds a ring of shared memory by TMA, page by page (`loading_warpgroup.py`). One or two
+- One warpgroup per worker feeds a ring in shared memory by TMA, page by page (`loading_warpgroup.py`). One or two
   others compute S = Q K^T, online softmax in base 2 (FlashAttention-3, Shah et al. 2024) and O += P V by wgmma
   (`computing_warpgroup.py`). Only blocks that cross the diagonal, the row's end or a window's edge are masked.
-- If values have 256 or more columns, two warpgroups divide the weighted sums, and both compute all scores. Heads of 512
-  use blocks of 32 tokens, as two blocks of 64 do not fit into shared memory.
+- If values have 256 or more columns, two warpgroups divide the weighted sums, and both compute all scores. With a head
+  dim of 512, blocks have 32 tokens, as two blocks with 64 do not fit into shared memory.
 - For a quantised pool the ring holds quantised blocks; computing warpgroups multiply them by their scales and write
   them to the buffers that wgmma reads (`ring_reader.py`).
 
-Latents are the keys of one KV head and begin with the values: a latent is copied to shared memory once, and read there
-by two warpgroups as keys of all columns and as values of half of them each (FlashMLA, DeepSeek 2025). The query heads
-of a token become tokens that see the same keys, so that the heads of one or several tokens fill a tile of 64 rows.
+Latents are the keys for one KV head and begin with the values: a latent is copied to shared memory once, and read there
+by two warpgroups: each reads all columns as keys and half the value columns (FlashMLA, DeepSeek 2025). A token's query
+heads become tokens that see the same keys, so that the heads for one or several tokens fill a tile with 64 rows.
 
-Splits depend on the whole step, and so do the last bits of outputs, within rounding errors.
+Splits, and with them the last bits of the outputs (within rounding errors), depend on the whole step.
 
-Steps of many tokens launch two such kernels: one for rows of few tokens, limited by memory bandwidth, and one with
+Steps with many tokens launch two such kernels: one for rows with few tokens, limited by memory bandwidth, and one with
 taller tiles for the other rows, limited by matmuls.
 """
 
@@ -90,14 +90,14 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
         return None
 
     def launch(self, problem: Problem) -> KernelConfig:
-        """Return the static parameters of the kernel in a step of many tokens."""
+        """Return the kernel's static parameters for a step with many tokens."""
         return self._launch(problem, problem.kv_dtype, num_tokens=MANY_TOKENS, options=AttentionOptions(1.0))
 
     def _launch(self, problem: Problem, dtype: jnp.dtype, *, num_tokens: int, **facts: Any) -> KernelConfig:
-        """Return the static parameters of the kernel, whose matmuls take operands of this dtype."""
+        """Return the kernel's static parameters; `dtype` is the dtype of matmul operands."""
         kind, Q = problem.kind, problem.num_query_heads
         is_latent = isinstance(kind, Latents)
-        # Shared memory is filled by groups of eight tokens, which are query heads here.
+        # Shared memory is filled in groups of eight tokens, which are query heads here.
         token_heads = Q + -Q % MIN_TILE_TOKENS if is_latent else 1
         return KernelConfig(
             num_tokens=num_tokens * token_heads,
@@ -118,10 +118,10 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Rotate, scatter into the donated pool and attend.
+        """Apply RoPE, scatter into the donated pool and attend.
 
-        Queries and the weights of values are rounded to the pool's dtype. For a quantised pool, they, the scaled keys
-        and the scaled values are rounded to bfloat16, or to float16 if the queries are float16.
+        Queries and softmax weights are rounded to the pool's dtype. For a quantised pool, they, the scaled keys and the
+        scaled values are rounded to bfloat16, or to float16 if the queries are float16.
         """
         dtype, kind, pool, inputs = inputs.q.dtype, inputs.kind(options), values_of(kv_pages), inputs.rotated()
         T, Q, H = inputs.q.shape
@@ -166,7 +166,7 @@ def _unsupported_heads(problem: Problem) -> str | None:
 
 
 def plans(config: KernelConfig, rows: RaggedRows) -> list[tuple[Tiling, WorkPlan]]:
-    """Return the work of each kernel: rows that fit a short tile go to the first kernel, the others to the last."""
+    """Return each kernel's work: rows that fit a short tile go to the first kernel, the others to the last."""
     kinds, q_lens = config.tilings(), rows.live_q_lens()
     if len(kinds) == 1:
         return [(kinds[0], plan_work(config, kinds[0], rows, q_lens))]
@@ -179,7 +179,7 @@ def plans(config: KernelConfig, rows: RaggedRows) -> list[tuple[Tiling, WorkPlan
 
 
 def _write(inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""]) -> Pages:
-    """Write the vectors of this step to their pages by one scatter; padding tokens are dropped."""
+    """Write this step's vectors to their pages with one scatter; padding tokens are dropped."""
     _, num_pages, page_size, *token_shape = values_of(kv_pages).shape
     page_id, offset = inputs.rows.slot_mapping(inputs.q.shape[0], num_pages=num_pages, page_size=page_size)
 
@@ -192,7 +192,7 @@ def _write(inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, "
 
 
 def _matmul_dtype(dtype: jnp.dtype, kv_dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of operands of matmuls: the pool's; float16 or bfloat16 as the queries for a quantised pool."""
+    """Return the dtype of matmul operands: the pool's, or bfloat16 for a quantised pool (float16 if queries are)."""
     if kv_dtype.name not in QUANTIZED_MAX:
         return kv_dtype
     return dtype if dtype == jnp.float16 else jnp.dtype(jnp.bfloat16)

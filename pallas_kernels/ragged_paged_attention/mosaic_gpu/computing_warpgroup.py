@@ -1,4 +1,4 @@
-"""Computing warpgroups of a worker: matmuls, masks and softmax. See the package."""
+"""Computing warpgroups: matmuls, masks and softmax. See the package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 class ComputingWarpgroup(Warpgroup):
-    """Warpgroup that computes 64 rows of each tile and some columns of its values."""
+    """Warpgroup that computes 64 rows in each tile and some columns of its values."""
 
     def __init__(self, config: KernelConfig, tiling: Tiling, inputs: Inputs, shared: Shared, thread: Any) -> None:
         warpgroups = i32(tiling.warpgroups)
@@ -63,10 +63,10 @@ class ComputingWarpgroup(Warpgroup):
         lax.fori_loop(*self.items, compute_item, i32(0))
 
     def _attend_item(self, item: WorkItem, block_count: Any) -> Softmax:
-        """Return the softmax over the blocks of one work item; only blocks that need a mask are masked."""
+        """Return the softmax over a work item's blocks; only blocks that need a mask are masked."""
         config = self.config
         state = self._start(item)
-        # Blocks before full_end are seen in full by all tokens of the tile.
+        # Every token in the tile sees all keys in the blocks before full_end.
         num_seen = jnp.minimum(item.position + 1, item.tree_start) if config.has_tree else item.position + 1
         block_kv = i32(config.block_kv)
         full_end = jnp.clip(lax.div(num_seen, block_kv), item.begin, item.end)
@@ -86,7 +86,7 @@ class ComputingWarpgroup(Warpgroup):
         return lax.fori_loop(full_end, item.end, functools.partial(absorb, masked=True), state)
 
     def _start(self, item: WorkItem) -> Softmax:
-        """Return the softmax before any key: empty, or with the sinks in the first split of the work item."""
+        """Return the softmax before any key: empty, or with the sinks in the work item's first split."""
         max_score = cast(jnp.full((WARPGROUP_ROWS,), MASKED, jnp.float32), _ROWS)
         denominator = cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), _ROWS)
         if self.config.has_sinks:
@@ -97,9 +97,9 @@ class ComputingWarpgroup(Warpgroup):
         return Softmax(values, max_score, denominator)
 
     def _absorb_block(self, item: WorkItem, block: Any, slot: Any, state: Softmax, masked: bool) -> Softmax:
-        """Return the softmax after one more block of keys."""
+        """Return the softmax after one more key block."""
         k = self.ring.keys(item, block, slot, masked)
-        # Always zero, unknown to the compiler: else it keeps the addresses of all parts of a query between blocks, and
+        # Always zero, unknown to the compiler: else it keeps the addresses for all parts of a query between blocks, and
         # wide heads leave no registers for them.
         zero = jnp.minimum(block, 0) if self.config.is_wide else 0
         scores = _scores(self.shared.q.at[self.local_worker + zero, self.slice.rows], k)
@@ -117,7 +117,7 @@ class ComputingWarpgroup(Warpgroup):
         return Softmax(values, max_score, denominator)
 
     def _scale_and_mask(self, scores: Any, item: WorkItem, block: Any, masked: bool) -> Any:
-        """Return scores in base 2, soft-capped; a score that its query does not see is MASKED."""
+        """Return soft-capped scores in base 2; a score that its query does not see is MASKED."""
         scale, soft_cap, window = self.config.options.scale, self.config.options.soft_cap, self.config.options.window
         if soft_cap is None:
             scores *= scale * LOG2E
@@ -147,7 +147,7 @@ class ComputingWarpgroup(Warpgroup):
         return jnp.where(visible, scores, MASKED)
 
     def _broadcast_tree_column(self, item: WorkItem, column: int, shape: tuple[int, int]) -> Any:
-        """Broadcast a column of `visible_nodes`, one element per query, over the keys of a block."""
+        """Broadcast a column from `visible_nodes`, one element per query, over the keys in a block."""
         return lax.broadcast_in_dim(
             load(self.inputs.tree_rows.at[item.tile, column, self.slice.rows], _ROWS), shape, [0]
         )
@@ -167,7 +167,7 @@ class ComputingWarpgroup(Warpgroup):
         return values + pl.run_scoped(multiply, plgpu.ACC(values.shape, jnp.float32))
 
     def _store(self, item: WorkItem, state: Softmax) -> None:
-        """Write the live tokens of this slice of the tile to the output, through shared memory."""
+        """Write the live tokens in this warpgroup's slice to the output, through shared memory."""
         width = self.config.out_columns
         num_chunks = self.config.warpgroup_columns // width
         for chunk in range(num_chunks):
@@ -176,13 +176,13 @@ class ComputingWarpgroup(Warpgroup):
             self._store_columns(item, columns, self.slice.column * num_chunks + chunk)
 
     def _store_columns(self, item: WorkItem, columns: Any, index: Any) -> None:
-        """Write the index-th group of columns of the tile to the output."""
+        """Write column group `index` to the output."""
         config, tiling, part = self.config, self.tiling, self.slice
         out = self.shared.out.at[self.local_worker * tiling.warpgroups + part.index]
         shift = config.out_shift - item.lead  # the first stored token lies at a multiple of eight
         out[pl.ds(shift, WARPGROUP_ROWS)] = columns
         plgpu.commit_smem()
-        tokens = min(tiling.tokens, WARPGROUP_ROWS)  # tokens of one head in one part
+        tokens = min(tiling.tokens, WARPGROUP_ROWS)  # tokens per head in one part
 
         @pl.loop(0, WARPGROUP_ROWS // tokens)
         def store_head(segment: Any) -> None:

@@ -1,4 +1,4 @@
-"""The attention kernel, and the launches of it and of the merging kernel. See the package."""
+"""The attention kernel, and the launches for it and for the merging kernel. See the package."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
 from jaxserve.pallas_kernels.warpgroups import divide
 
-# Registers of a loading thread, by the number of warpgroups; two warpgroups always have enough.
+# Registers per loading thread, by the number of warpgroups; two warpgroups always have enough.
 LOADING_REGISTERS = {3: 72, 4: 64}
-WIDE_LOADING_REGISTERS = {3: 40}  # registers if sums of many columns fill most of them
+WIDE_LOADING_REGISTERS = {3: 40}  # registers if the sums for many columns fill most registers
 
 
 def attend(
@@ -35,7 +35,7 @@ def attend(
     kv_pages: Pages,
     layer: int | Int32[Array, ""],
 ) -> Float[Array, "padded Q value"]:
-    """Return the outputs of all planned tiles, zeros for padding tokens; queries are padded to eight tokens."""
+    """Return the outputs for all planned tiles, zeros for padding tokens; queries are padded to eight tokens."""
     q, rows = queries.q, queries.rows
     out_ref = jax.empty_ref(jax.ShapeDtypeStruct((*q.shape[:2], config.value_dim), q.dtype))
     # An array, not a constant: otherwise each layer would compile its own program.
@@ -91,7 +91,7 @@ def _launch(
 
 
 def _sink_rows(config: KernelConfig, tiling: Tiling, sinks: Float[Array, "Q"] | None) -> Float[Array, "K rows"]:
-    """Return the sink logit for every row of a tile, in base 2; zeros without sinks."""
+    """Return the sink logit for every row in a tile, in base 2; zeros without sinks."""
     if sinks is None:
         return jnp.zeros((config.num_kv_heads, tiling.rows), jnp.float32)
     heads = sinks.astype(jnp.float32).reshape(config.num_kv_heads, config.group, 1) * LOG2E
@@ -102,7 +102,7 @@ def _sink_rows(config: KernelConfig, tiling: Tiling, sinks: Float[Array, "Q"] | 
 def _tree_rows(
     config: KernelConfig, tiling: Tiling, plan: WorkPlan, nodes: Int32[Array, "T columns"] | None
 ) -> Int32[Array, "tiles columns rows"]:
-    """Return `visible_nodes` for every row of every tile."""
+    """Return `visible_nodes` for every row in every tile."""
     if nodes is None:
         return jnp.zeros((1, 1, 1), jnp.int32)
     token = jnp.arange(tiling.rows, dtype=jnp.int32) % tiling.tokens

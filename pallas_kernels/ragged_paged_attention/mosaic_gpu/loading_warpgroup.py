@@ -1,4 +1,4 @@
-"""Loading warpgroup of a worker, which fetches queries, keys and values. See the package."""
+"""Loading warpgroup, which fetches queries, keys and values. See the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import
 
 
 class LoadingWarpgroup(Warpgroup):
-    """Warpgroup that feeds the computing warpgroups of its worker."""
+    """Warpgroup that feeds its worker's computing warpgroups."""
 
     def run(self) -> None:
         """Fill the ring, one block of keys and values after the other."""
@@ -85,7 +85,7 @@ class LoadingWarpgroup(Warpgroup):
             )
 
     def _page_ids(self, item: WorkItem, block: Any) -> list[Any]:
-        """Return the pages of one block; the first one replaces pages past the row's end, which the table may lack."""
+        """Return a block's page ids; the first id replaces pages past the row's end, which the table may lack."""
         size, block_kv = self.config.page_size, self.config.block_kv
         if size > block_kv:
             return [self.inputs.page_table[item.table_row, lax.div(block, i32(size // block_kv))]]
@@ -95,21 +95,21 @@ class LoadingWarpgroup(Warpgroup):
         return [self.inputs.page_table[item.table_row, column] for column in columns]
 
     def _load_pages(self, page_ids: list[Any], block: Any, vector: Any, column: int, buffer: Any, ready: Any) -> None:
-        """Load a block of one head's keys or values: the columns of group `column`, as many as the buffer has."""
+        """Load a block of one head's keys or values: column group `column`, which is as wide as the buffer."""
         pages, columns = self.inputs.kv_pages.at[self.inputs.layer[0]], pl.ds(column * buffer.shape[1], buffer.shape[1])
         self._copy_block(
             page_ids, block, lambda page_id, tokens: pages.at[page_id, tokens, vector, columns], buffer, ready
         )
 
     def _load_scales(self, page_ids: list[Any], block: Any, item: WorkItem, buffer: Any, ready: Any) -> None:
-        """Load the scales of a head and its neighbours."""
+        """Load the scales for a head and its neighbours."""
         scales, heads = self.inputs.scales.at[self.inputs.layer[0]], pl.ds(first_scale(item.head), SCALES)
         self._copy_block(page_ids, block, lambda page_id, tokens: scales.at[page_id, tokens, heads], buffer, ready)
 
     def _copy_block(
         self, page_ids: list[Any], block: Any, source: Callable[[Any, Any], Any], buffer: Any, ready: Any
     ) -> None:
-        """Copy `source(page, tokens)` for all tokens of a block."""
+        """Copy `source(page, tokens)` for all tokens in a block."""
         size, block_kv = self.config.page_size, self.config.block_kv
         if size > block_kv:
             offset = lax.rem(block, i32(size // block_kv)) * block_kv

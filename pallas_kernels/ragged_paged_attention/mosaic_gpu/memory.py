@@ -1,4 +1,4 @@
-"""Global and shared memory of the attention kernel. See the package."""
+"""The attention kernel's global and shared memory. See the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 
 
 class Inputs(NamedTuple):
-    """Arrays of the kernel in global memory."""
+    """The kernel's arrays in global memory."""
 
     layer: Any  # [1]
     tiles: Any
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
     tree_rows: Any
     q: Any
     kv_pages: Any
-    scales: Any  # scales of a quantised pool
+    scales: Any  # only for a quantised pool
     out: Any
     values: Any
     max_score: Any
@@ -32,12 +32,12 @@ class Inputs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers of a thread block, divided between its workers."""
+    """Shared memory and barriers for a thread block, divided between its workers."""
 
     q: Any  # [workers, rows, key_dim]
     k: Any  # [workers * stages, block_kv, key_dim]
     v: Any  # [workers * stages, column_warpgroups, block_kv, warpgroup_columns]; None if the keys have them
-    scales: Any  # [workers * stages, block_kv, SCALES], scales of the head and its neighbours
+    scales: Any  # [workers * stages, block_kv, SCALES], scales for the head and its neighbours
     scaled_k: Any  # [workers, block_kv, H], a block of keys times their scales
     scaled_v: Any
     out: Any  # [workers * warpgroups, out_shift + 64, out_columns]
@@ -48,11 +48,11 @@ class Shared(NamedTuple):
     v_ready: Any
     v_free: Any
     meeting: Any
-    p: Any  # weights of the values; only for the interpreter, which has no wgmma from registers
+    p: Any  # softmax weights; only for the interpreter, which has no wgmma from registers
 
 
 def shared_memory(config: KernelConfig, tiling: Tiling) -> Shared:
-    """Return the shared memory and barriers of a thread block."""
+    """Return the shared memory and barriers for a thread block."""
     workers, stages, block_kv = tiling.workers, tiling.workers * tiling.stages, config.block_kv
     pages = max(1, block_kv // config.page_size)
     warpgroups = workers * tiling.warpgroups
@@ -88,15 +88,15 @@ def shared_memory(config: KernelConfig, tiling: Tiling) -> Shared:
 
 
 def _out_type(config: KernelConfig, warpgroups: int) -> Any:
-    """Return the buffer of outgoing tiles, larger than a tile so that its rows can be shifted."""
+    """Return the buffer for outgoing tiles, larger than a tile so that its rows can be shifted."""
     return plgpu.SMEM((warpgroups, config.out_shift + WARPGROUP_ROWS, config.out_columns), config.dtype)
 
 
 def _layout(config: KernelConfig, swizzle: int) -> tuple[Any, Any]:
-    """Return the layout of matrices in shared memory that wgmma reads."""
+    """Return the shared-memory layout for matrices that wgmma reads."""
     return plgpu.TilingTransform((8, config.tile_columns)), plgpu.SwizzleTransform(swizzle)
 
 
 def first_scale(head: Any) -> Any:
-    """Return the first of the scales that are fetched together for a head."""
+    """Return the first scale in the group that is fetched for a head."""
     return lax.div(2 * head, i32(SCALES)) * SCALES

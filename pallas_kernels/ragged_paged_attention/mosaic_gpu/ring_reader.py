@@ -1,4 +1,4 @@
-"""Keys and values in the ring of shared memory, as wgmma reads them. See the package."""
+"""Keys and values in the shared-memory ring, as wgmma reads them. See the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import
 
 
 class RingReader:
-    """Access of one computing warpgroup to the ring of its worker."""
+    """One computing warpgroup's access to its worker's ring."""
 
     def __init__(
         self, config: KernelConfig, tiling: Tiling, shared: Shared, local_worker: Any, tile_slice: TileSlice
@@ -26,7 +26,7 @@ class RingReader:
         self.local_worker, self.slice = local_worker, tile_slice
 
     def keys(self, item: WorkItem, block: Any, slot: Any, masked: bool) -> Any:
-        """Return the keys of a block; also prepare its values if that must happen before registers are in use."""
+        """Return a block's keys; also prepare its values if that must happen before registers are in use."""
         shared = self.shared
         if self.config.is_quantized:
             self._dequantise_block(item, block, slot, masked)
@@ -43,12 +43,12 @@ class RingReader:
         return shared.k.at[slot]
 
     def _values_in_keys(self, slot: Any) -> Any:
-        """Return this warpgroup's columns of values with which keys begin."""
+        """Return this warpgroup's value columns, which are among the first columns of the keys."""
         columns = self.config.warpgroup_columns
         return self.shared.k.at[slot, :, pl.ds(self.slice.column * columns, columns)]
 
     def values(self, slot: Any, masked: bool) -> Any:
-        """Return this warpgroup's columns of the values of a block."""
+        """Return this warpgroup's columns of a block's values."""
         shared = self.shared
         if self.config.is_quantized:
             assert self.tiling.column_warpgroups == 1, "see supports"
@@ -60,12 +60,12 @@ class RingReader:
         return shared.v.at[slot, self.slice.column]
 
     def release_keys(self, slot: Any) -> None:
-        """Release the keys of a slot for refilling, unless they contain the values."""
+        """Release a slot's keys for refilling, unless they contain the values."""
         if not self.config.values_in_keys:
             self._release(self.shared.k_free.at[slot])
 
     def release_values(self, slot: Any) -> None:
-        """Release the values of a slot for refilling."""
+        """Release a slot's values for refilling."""
         self._release(self.shared.k_free.at[slot] if self.config.values_in_keys else self.shared.v_free.at[slot])
 
     def _release(self, free: Any) -> None:
@@ -92,7 +92,7 @@ class RingReader:
     def _dequantise(self, quantised: Any, scales: Any, scaled: Any, first: int, end: Any | None = None) -> None:
         """Write elements times scales from the ring to `scaled`, and zeros from row `end` on.
 
-        The warpgroups of a tile alternate between chunks of columns, beginning with warpgroup `first`.
+        A tile's warpgroups alternate between chunks of columns, beginning with warpgroup `first`.
         """
         layout, width = plgpu.Layout.WGMMA_UPCAST_2X, self.config.tile_columns
 
@@ -112,7 +112,7 @@ class RingReader:
             pl.when(is_turn)(functools.partial(multiply, pl.ds(chunk * width, width)))
 
     def _meet(self) -> None:
-        """Wait for all warpgroups of the tile."""
+        """Wait for all warpgroups in the tile."""
         if self.tiling.warpgroups > 1:
             plgpu.barrier_arrive(self.shared.meeting.at[self.local_worker])
             plgpu.barrier_wait(self.shared.meeting.at[self.local_worker])
@@ -122,7 +122,7 @@ class RingReader:
         return item.key_end - block * self.config.block_kv
 
     def _clear_tail(self, item: WorkItem, block: Any, v: Any) -> None:
-        """Replace values past the last token by zeros: a stale NaN would pass through a weight of zero."""
+        """Replace values past the last token by zeros: a stale NaN would pass through a zero weight."""
         end, block_kv = self._end_in(item, block), self.config.block_kv
         width = self.config.tile_columns  # columns at a time, limited by registers
 
@@ -138,6 +138,6 @@ class RingReader:
                     chunk[...] = jnp.where(row < end, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
 
-            # Warpgroups that read these columns, as values or in the keys, wait for the one that clears them.
+            # Warpgroups that read these columns, as values or in the keys, wait for the warpgroup that clears them.
             if self.tiling.row_warpgroups > 1 or self.config.values_in_keys:
                 self._meet()

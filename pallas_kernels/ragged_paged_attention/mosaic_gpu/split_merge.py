@@ -1,7 +1,7 @@
-"""The second kernel, which merges the splits of work items that several workers share. See the package.
+"""The second kernel, which merges the splits if several workers share a work item. See the package.
 
-Eight rows of one head are merged at a time; groups of eight without a live token are not read. A thread block has
-several warpgroups for them, and the loads of several splits are in flight at once.
+Each thread merges eight rows of one head at a time; groups without a live token are not read. A thread block has
+several warpgroups for them, and the loads for several splits are in flight simultaneously.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import 
     SPAN_START,
 )
 
-WARPGROUPS = 4  # warpgroups of a thread block
-IN_FLIGHT = 4  # splits that are loaded before the first of them is merged
+WARPGROUPS = 4  # warpgroups per thread block
+IN_FLIGHT = 4  # splits that are loaded before the first one is merged
 
 _ROWS = EIGHTS.reduce(1)
 
 
 def scratch(config: KernelConfig) -> list[Any]:
-    """Return the buffer of outgoing rows, larger than the rows so that they can be shifted."""
+    """Return the buffer for outgoing rows, larger than the rows so that they can be shifted."""
     return [plgpu.SMEM((WARPGROUPS, 2 * MIN_TILE_TOKENS, config.warpgroup_columns), config.dtype)]
 
 
 def kernel(config: KernelConfig, tiling: Tiling, clears_padding: bool, *refs: Any) -> None:
-    """Run one thread block per worker: merge the splits of the work item that only other workers completed, if any."""
+    """Run one thread block per worker: merge the splits if the worker began a work item that others completed."""
     num_live_ref, tile_ref, worker_ref, *unmerged, out_ref, shared_out = refs
     index, thread = lax.axis_index("block"), lax.axis_index("thread")
     out, span = shared_out.at[thread], worker_ref[0, SPAN_END]  # the first span is the longest
@@ -87,7 +87,7 @@ def _merge_rows(
     out: Any,
     out_ref: Any,
 ) -> None:
-    """Write the live rows among eight rows of one head, which `group` counts, for one group of columns."""
+    """Write one column group for the live rows among eight rows of one head; `group` counts the eights."""
     column, row = (
         lax.rem(group, i32(tiling.column_warpgroups)),
         lax.div(group, i32(tiling.column_warpgroups)) * MIN_TILE_TOKENS,
@@ -109,14 +109,14 @@ def _merge_rows(
 
 
 def _load_split(unmerged: SplitBuffers, index: Any, column: Any, row: Any, number: Any) -> Softmax:
-    """Load eight rows of a split: the first split is from worker `index`, which began the item."""
+    """Load eight rows from split `number`; split 0 is from worker `index`, which began the item."""
     split = index + number, jnp.where(number == 0, 1, 0), column, pl.ds(row, MIN_TILE_TOKENS)
     values, max_score, denominator = (ref.at[split] for ref in unmerged)
     return Softmax(load(values, EIGHTS), load(max_score, _ROWS), load(denominator, _ROWS))
 
 
 def _merge_all(split: Any, num_splits: Any, num_columns: int) -> Softmax:
-    """Return the softmax over the keys of all splits."""
+    """Return the softmax over the keys in all splits."""
 
     def merge_some(batch: Any, state: Softmax) -> Softmax:
         numbers = [batch * IN_FLIGHT + i for i in range(IN_FLIGHT)]
@@ -139,7 +139,7 @@ def _if(condition: Any, x: Softmax) -> Softmax:
 
 
 def _merge(a: Softmax, b: Softmax) -> Softmax:
-    """Return the softmax over the keys of both states."""
+    """Return the softmax over the keys in both states."""
     max_score = jnp.maximum(a.max_score, b.max_score)
     scale_a, scale_b = jnp.exp2(a.max_score - max_score), jnp.exp2(b.max_score - max_score)
     shape = a.values.shape

@@ -1,4 +1,4 @@
-"""Static parameters of the kernels, and the tile sizes that fit registers and shared memory."""
+"""The kernels' static parameters, and the tile sizes that fit registers and shared memory."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 
-BLOCK_KV = 64  # maximum number of tokens per block of keys
+BLOCK_KV = 64  # maximum number of tokens per key block
 MAX_STAGES = 4
-MAX_WARPGROUP_COLUMNS = 128  # columns of values that fit into a warpgroup's registers with all else
+MAX_WARPGROUP_COLUMNS = 128  # value columns that fit into a warpgroup's registers with all else
 WIDE_WARPGROUP_COLUMNS = 256  # maximum, if all else is kept small
 WIDE_OUT_COLUMNS = 32  # output columns per copy in that case
 MIN_TILE_TOKENS = 8  # shared memory is filled eight tokens at a time
-SCALES = 8  # adjacent scales per copy: 16 bytes, the minimum of TMA
+SCALES = 8  # adjacent scales per copy: 16 bytes, the TMA minimum
 MIN_TALL_TOKENS = 512  # smaller steps launch only the kernel with short tiles
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tile sizes and resources of one kernel launch.
+    """Tile sizes and resources for one kernel launch.
 
     Attributes:
-        tokens: tokens per tile, a power of two; times the query heads of a KV head they fill the tile's rows.
-        row_warpgroups: warpgroups that divide the rows of a tile, 64 rows each.
-        column_warpgroups: warpgroups that divide the columns of values and output; two if one has too few registers.
-        workers: workers per thread block, each with its own warpgroups, shared memory and span of work.
+        tokens: tokens per tile, a power of two; tokens times query heads per KV head fill the tile's rows.
+        row_warpgroups: warpgroups that divide a tile's rows, 64 rows each.
+        column_warpgroups: warpgroups that divide the value and output columns; two if one has too few registers.
+        workers: workers per thread block, each with its own warpgroups, shared memory and span.
         num_cores: number of thread blocks, one per multiprocessor.
-        stages: blocks of keys and values in flight.
+        stages: number of key and value blocks in flight.
     """
 
     tokens: int
@@ -44,7 +44,6 @@ class Tiling:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile."""
         return self.row_warpgroups * WARPGROUP_ROWS
 
     @property
@@ -54,13 +53,13 @@ class Tiling:
 
     @property
     def num_workers(self) -> int:
-        """Number of workers in all thread blocks."""
+        """Total number of workers."""
         return self.workers * self.num_cores
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Static parameters of the kernels in one call."""
+    """Static parameters for both kernels."""
 
     num_tokens: int
     """Tokens of the step, times `token_heads`."""
@@ -92,7 +91,7 @@ class KernelConfig:
 
     @property
     def swizzle(self) -> int:
-        """Bytes per line of shared memory, which divides keys, a warpgroup's values, and blocks."""
+        """Bytes per line of shared memory; it divides keys, a warpgroup's values, and blocks."""
         is_multiple = all(size % 64 == 0 for size in (self.key_dim, self.warpgroup_columns, self.block_kv))
         return 128 if is_multiple else 64
 
@@ -103,22 +102,22 @@ class KernelConfig:
 
     @property
     def is_wide(self) -> bool:
-        """True if the weighted sums of a tile fill most registers and shared memory."""
+        """True if a tile's weighted sums fill most registers and shared memory."""
         return self.value_dim > 2 * MAX_WARPGROUP_COLUMNS
 
     @property
     def column_warpgroups(self) -> int:
-        """Number of warpgroups whose registers together hold the columns of values."""
+        """Number of warpgroups whose registers together hold the value columns."""
         return -(-self.value_dim // (WIDE_WARPGROUP_COLUMNS if self.is_wide else MAX_WARPGROUP_COLUMNS))
 
     @property
     def warpgroup_columns(self) -> int:
-        """Columns of values per warpgroup."""
+        """Value columns per warpgroup."""
         return self.value_dim // self.column_warpgroups
 
     @property
     def out_columns(self) -> int:
-        """Columns of a warpgroup that are written to the output together."""
+        """Number of columns that a warpgroup writes to the output together."""
         return WIDE_OUT_COLUMNS if self.is_wide else self.warpgroup_columns
 
     @property
@@ -128,12 +127,12 @@ class KernelConfig:
 
     @property
     def vectors_per_head(self) -> int:
-        """Vectors in the pool per token and KV head."""
+        """Number of vectors in the pool per token and KV head."""
         return 1 if self.values_in_keys else 2
 
     @property
     def block_kv(self) -> int:
-        """Tokens per block of keys: BLOCK_KV, or half of it for some wide heads.
+        """Tokens per key block: BLOCK_KV, or half as many for some wide heads.
 
         Blocks are halved if two larger ones do not fit into shared memory, or if tree masks need the registers.
         """
@@ -141,7 +140,7 @@ class KernelConfig:
         return BLOCK_KV if fits or not self.is_wide else BLOCK_KV // 2
 
     def tilings(self) -> list[Tiling]:
-        """Return the tiling for short rows and, in steps of many tokens, a second tiling for the other rows."""
+        """Return the tiling for short rows and, in steps with many tokens, a second tiling for the other rows."""
         short, tall = self._short_tiling(), self._tiling(row_warpgroups=2, workers=1)
         only_short = self.num_tokens < MIN_TALL_TOKENS or self.column_warpgroups > 1
         return [short] if only_short or tall.tokens == short.tokens else [short, tall]
@@ -159,8 +158,8 @@ class KernelConfig:
             scale_bytes = self.block_kv * SCALES * SCALE_DTYPE.itemsize
             fixed_bytes, stage_bytes = q_and_out_bytes + block_bytes, block_bytes // 2 + scale_bytes
         stages = (SHARED_BYTES // workers - fixed_bytes) // stage_bytes
-        # Copies to the output begin at shared addresses that are multiples of 128: unless each output row does, all
-        # tokens of a head must be in the rows of one warpgroup.
+        # Copies to the output begin at shared addresses that are multiples of 128: unless each output row does, one
+        # warpgroup's rows must contain all tokens for a head.
         max_tokens = rows if 2 * self.value_dim % 128 == 0 else WARPGROUP_ROWS
         return Tiling(
             tokens=min(1 << int(math.log2(rows // self.group)), max_tokens),
@@ -176,5 +175,5 @@ class KernelConfig:
         return 2 * (row_warpgroups * WARPGROUP_ROWS * self.key_dim + out_rows * self.out_columns)
 
     def _block_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of unquantised keys and values."""
+        """Return the size of unquantised keys and values in bytes."""
         return 2 * num_tokens * (self.key_dim + (0 if self.values_in_keys else self.value_dim))

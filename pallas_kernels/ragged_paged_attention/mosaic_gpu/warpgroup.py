@@ -1,4 +1,4 @@
-"""Base of loading and computing warpgroups. See the package."""
+"""Base class for loading and computing warpgroups. See the package."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import 
 
 
 class Warpgroup:
-    """Warpgroup of a worker, which processes the work items in the worker's span.
+    """Warpgroup that processes the work items in its worker's span.
 
     Attributes:
-        local_worker: index of the worker in its thread block.
-        index: index of the worker among all.
+        local_worker: the worker's index in its thread block.
+        index: the worker's index among all.
     """
 
     def __init__(self, config: KernelConfig, tiling: Tiling, inputs: Inputs, shared: Shared, local_worker: Any) -> None:
@@ -40,24 +40,24 @@ class Warpgroup:
         return read_work_item(self.inputs.tiles, tile, head, self.span_start, self.span_end)
 
     def _slot(self, block_count: Any) -> Any:
-        """Return the slot of the ring that holds the worker's next block."""
+        """Return the ring slot that holds the worker's next block."""
         return self.local_worker * self.tiling.stages + lax.rem(block_count, i32(self.tiling.stages))
 
 
 class TileSlice(NamedTuple):
-    """Rows and columns of a tile that one warpgroup computes."""
+    """Rows and columns that one warpgroup computes in a tile."""
 
     index: Any
     row: Any  # first of its 64 rows
-    column: Any  # index of its columns among the warpgroups'
+    column: Any  # index among the column warpgroups
 
     @property
     def rows(self) -> Any:
-        """Rows of the tile's matrix."""
+        """Rows in the tile's matrix."""
         return pl.ds(self.row, WARPGROUP_ROWS)
 
 
 def tile_slice(tiling: Tiling, index: Any) -> TileSlice:
-    """Return the slice of a tile for one of its computing warpgroups."""
+    """Return the tile slice that one computing warpgroup computes."""
     columns = i32(tiling.column_warpgroups)
     return TileSlice(index, lax.div(index, columns) * WARPGROUP_ROWS, lax.rem(index, columns))

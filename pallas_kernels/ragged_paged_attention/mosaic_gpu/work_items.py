@@ -29,7 +29,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a row that has seen no key yet does not turn into NaN
 
-# Register layout of eight rows; a warp has eight of every 32 columns.
+# Register layout for eight rows; a warp has eight in every 32 columns.
 EIGHTS = plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (8, 8), (2,))), (-4,), (-3, -2), -1)
 
 _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
@@ -39,7 +39,7 @@ class WorkItem(NamedTuple):
     """A tile with one KV head, and the split of its key blocks that one worker computes."""
 
     tile: Any
-    table_row: Any  # row of the page table
+    table_row: Any  # row in the page table
     head: Any
     base_token: Any  # index in the step; the tile's own tokens begin `lead` tokens later
     lead: Any
@@ -47,15 +47,15 @@ class WorkItem(NamedTuple):
     position: Any
     key_end: Any  # end of the keys that the tile sees
     first_head: Any  # head of the tile's first token if heads are tokens
-    tree_start: Any  # position of the first node of the row's tree
-    begin: Any  # first block of the split
+    tree_start: Any  # position of the first node in the row's tree
+    begin: Any  # first block in the split
     end: Any  # end of the split's blocks
     is_first: Any  # True if the split has the item's first block
     is_last: Any
 
 
 def read_work_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: Any) -> WorkItem:
-    """Return a work item with its split inside a worker's span of units."""
+    """Return a work item; its split is the part inside a worker's span."""
 
     def column(index: int) -> Any:
         return tiles_ref[tile, index]
@@ -83,7 +83,7 @@ def read_work_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_e
 
 
 class Softmax(NamedTuple):
-    """State of the softmax of some rows of a tile, over the keys seen so far; scores in base 2."""
+    """Softmax state for some rows of a tile, over the keys seen so far; scores in base 2."""
 
     values: Any  # f32[rows, columns], weighted sum
     max_score: Any  # f32[rows]
@@ -96,7 +96,7 @@ class Softmax(NamedTuple):
 
 
 class SplitBuffers(NamedTuple):
-    """Two unmerged splits per worker: of a work item that another worker began (0) and of one that it began (1)."""
+    """Two unmerged splits per worker: from a work item that another worker began (0) or that it began itself (1)."""
 
     values: Any  # f32[workers, 2, column_warpgroups, rows, columns], weighted sums
     max_score: Any  # f32[workers, 2, column_warpgroups, rows]
@@ -106,19 +106,19 @@ class SplitBuffers(NamedTuple):
 def copy_tokens(
     source: Any, row: Any, target: Any, token: Any, head: Any, column: Any, num_tokens: Any, size: int
 ) -> None:
-    """Copy up to `size` (a power of two) tokens of a head from shared memory to the output.
+    """Copy the first `num_tokens` tokens for a head from shared memory to the output.
 
-    Copies have static sizes: powers of two add up to any number of tokens.
+    Copies must have static sizes, so the tokens are copied in powers of two, which add up to any number.
 
     Args:
-        source: rows of one group of columns.
+        source: rows in one column group.
         row: first row to copy.
         target: output.
         token: first token in the output.
         head: query head.
-        column: index of the group of columns.
+        column: index of the column group.
         num_tokens: number of tokens to copy.
-        size: upper bound of `num_tokens`.
+        size: upper bound for `num_tokens`, a power of two.
     """
     done, columns = i32(0), pl.ds(column * source.shape[1], source.shape[1])
     while size:

@@ -1,4 +1,4 @@
-"""Division of a step's work: new tokens are cut into tiles, and the blocks of keys that tiles see into spans."""
+"""Work division: new tokens are cut into tiles, and the key blocks that tiles see into spans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST_ITEM, END_ITEM, SPAN_START, SPAN_END = range(4)
 
 
 class Queries(NamedTuple):
-    """Queries of a step, rotated, and their rows."""
+    """A step's queries after RoPE, and its rows."""
 
     q: Float[Array, "padded Q key"]
     """Queries of all tokens, padded to a multiple of eight tokens."""
@@ -30,7 +30,7 @@ class Queries(NamedTuple):
 
 
 class WorkPlan(NamedTuple):
-    """Work of one kernel."""
+    """Work for one kernel."""
 
     tiles: Int32[Array, "tiles 11"]
     """One row per tile, with columns TABLE_ROW ... TREE_START.
@@ -46,16 +46,16 @@ class WorkPlan(NamedTuple):
 
 
 def plan_work(config: KernelConfig, tiling: Tiling, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> WorkPlan:
-    """Cut the new tokens of rows into tiles, and their key blocks into spans of equal length, one per worker.
+    """Cut the rows' new tokens into tiles, and their key blocks into equal spans, one per worker.
 
-    A work item is a tile with one KV head. A unit of work is a work item with one block of keys. Units are ordered by
-    tile, then KV head, then block; a span is a range of units, and may begin and end inside a work item.
+    A work item is a tile with one KV head. A unit is a work item with one key block. Units are ordered by tile, then KV
+    head, then block; a span is a range of units, and may begin and end inside a work item.
 
     Args:
         config: static parameters.
         tiling: tile sizes.
-        rows: rows of the step.
-        q_lens: new tokens of each row to attend with, zero for rows of the other kernel.
+        rows: the step's rows.
+        q_lens: number of new tokens per row to attend with, zero for rows that the other kernel handles.
     """
     R, n, block_kv = q_lens.shape[0], config.token_heads, config.block_kv
     past_lens, starts, q_lens = rows.kv_lens - q_lens, rows.cu_q_lens[:-1] * n, q_lens * n
@@ -65,7 +65,7 @@ def plan_work(config: KernelConfig, tiling: Tiling, rows: RaggedRows, q_lens: In
     tile_ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
     row = jnp.minimum(_count_up_to(tile_ends, tile), R - 1)
-    start = (tile - (tile_ends - row_tiles)[row]) * tiling.tokens - leads[row]  # index among the new tokens of the row
+    start = (tile - (tile_ends - row_tiles)[row]) * tiling.tokens - leads[row]  # index among the row's new tokens
     lead = jnp.maximum(-start, 0)
     num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tiling.tokens) - lead, 0)
     past_len, first = past_lens[row], start + lead
@@ -98,5 +98,5 @@ def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
 
 
 def _count_up_to(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "m"]:
-    """Return the number of ascending `ends` that are at most x."""
+    """Return how many of the ascending `ends` are at most x."""
     return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)
