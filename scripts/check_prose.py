@@ -38,7 +38,6 @@ NOT_YET = {
     "jaxserve/layers",
     "jaxserve/layers/weight_formats",
     "jaxserve/models",
-    "pallas_kernels/ragged_paged_attention/mosaic_tpu",
 }
 _SECTION = re.compile(r"(?:Args|Attributes):$")
 _ENTRY = re.compile(r"    \*{0,2}\w+: (.+)")

@@ -57,21 +57,22 @@ class AttentionInputs(NamedTuple):
     k: Float[Array, "T K H"]
     """New keys, cast or quantised to the dtype of the pool; latents as the keys of one head."""
     v: Float[Array, "T K H"] | None
-    """New values, cast or quantised to the dtype of the pool; None with latents, which begin with their values."""
+    """New values, cast or quantised to the dtype of the pool; None with latents, which begin with the values."""
     rows: RaggedRows
     rope: Float32[Array, "2 T half"] | None = None
-    """Cosines and sines of every token's angles, which rotate the last `2 * half` elements of `q` and `k` in float32
-    before use, as `apply_rope` does: all elements of heads, or the end of latents. None to use them as they are."""
+    """Cosines and sines per token; they rotate the last `2 * half` elements in `q` and `k` in float32 before use, as
+    `apply_rope` does: all elements per head, or the end of a latent. None to use `q` and `k` unchanged.
+    """
     sinks: Float[Array, "Q"] | None = None
     """Extra logit per query head that takes part in the softmax and carries no value."""
     tree_mask: Int32[Array, "T"] | None = None
-    """Tree of draft tokens of each row, a word per token; None if the new tokens of every row follow each other.
+    """Draft tree per row, one word per token; None if every row's new tokens are a plain sequence.
 
-    The nodes of a row are its last new tokens, up to 32, parents before children. Bit j of a token's word is set if
-    node j is an ancestor of the token, which then sees it. Regardless of the bits, a token sees itself, no later token,
-    and all tokens of its row before the nodes. A word of ones (-1) makes a row without a tree. A window shows the last
-    `window` visible tokens: it compares the depth of nodes, not their order in the pool. `rope` must have the angles
-    for each node's depth."""
+    A row's nodes are its last new tokens, up to 32, parents before children. Bit j in a token's word is set if node j
+    is an ancestor of the token, which then sees it. Regardless of the bits, a token sees itself, no later token, and
+    all tokens in its row before the nodes. If all words in a row are -1 (all bits set), it has no tree. A window shows
+    the last `window` visible tokens: it compares the nodes' depths, not their order in the pool. `rope` must have the
+    angles for each node's depth."""
 
     def kind(self, options: AttentionOptions) -> KVKind:
         _, num_heads, size = self.k.shape
@@ -112,7 +113,7 @@ class MLAInputs(NamedTuple):
     """Array arguments for MLA, except the pool; see `AttentionInputs`."""
 
     q: Float[Array, "T Q H"]
-    """Queries of heads: n elements without position, and d that RoPE rotates."""
+    """Per-head queries: n elements without position, and d that RoPE rotates."""
     latents: Float[Array, "T W"]
     """New latents, cast or quantised to the dtype of the pool."""
     matrices: HeadMatrices

@@ -17,7 +17,7 @@ class PagesToRead(NamedTuple):
     """
 
     columns: Int32[Array, "R W"]
-    """Columns of these pages in the page table, ascending."""
+    """Column in the page table for each of these pages, ascending."""
     num_skipped: Int32[Array, "R"]
     """Number of pages that each row leaves out; columns past the remaining ones are never followed."""
 
@@ -30,15 +30,15 @@ class RaggedRows(NamedTuple):
     """
 
     kv_lens: Int32[Array, "R"]
-    """Tokens of each row in the pool, those of this step included."""
+    """Number of tokens per row in the pool, including this step's."""
     page_table: Int32[Array, "table_rows M"]
-    """Pages of sequences in order; entries past `ceil(kv_lens / P)` are never followed."""
+    """Page ids per sequence, in order; entries past `ceil(kv_lens / P)` are never followed."""
     cu_q_lens: Int32[Array, "R+1"]
-    """Row bounds: row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]` of the step, the last ones of its sequence."""
+    """Row bounds: row r has the step's tokens `cu_q_lens[r]:cu_q_lens[r+1]`, the last ones in its sequence."""
     num_rows: Int32[Array, ""]
     """Number of live rows."""
     table_row: Int32[Array, "R"] | None = None
-    """Row of the page table for each row of the step; None if both are in the same order."""
+    """Page-table row for each row in the step; None if both have the same order."""
     pages_to_read: PagesToRead | None = None
     """Pages that the rows attend to; None for all."""
 

@@ -62,7 +62,7 @@ class KernelConfig:
     """Static parameters for both kernels."""
 
     num_tokens: int
-    """Tokens of the step, times `token_heads`."""
+    """Number of tokens in the step, times `token_heads`."""
     num_kv_heads: int
     group: int
     """Query heads per KV head."""
@@ -82,7 +82,8 @@ class KernelConfig:
     values_in_keys: bool = False
     """True for latents: a key begins with its value, and the pool has one vector for both."""
     token_heads: int = 1
-    """Query heads that the kernels process as consecutive tokens: a multiple of eight for latents, else one."""
+    """Number of query heads that the kernels process as consecutive tokens: a multiple of eight for latents, else one.
+    """
 
     @property
     def is_quantized(self) -> bool:

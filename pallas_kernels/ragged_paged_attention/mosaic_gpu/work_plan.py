@@ -23,7 +23,7 @@ class Queries(NamedTuple):
     """A step's queries after RoPE, and its rows."""
 
     q: Float[Array, "padded Q key"]
-    """Queries of all tokens, padded to a multiple of eight tokens."""
+    """Queries for all tokens, padded to a multiple of eight tokens."""
     rows: RaggedRows
     sinks: Float[Array, "Q"] | None = None
     tree_mask: Int32[Array, "T"] | None = None
@@ -35,14 +35,14 @@ class WorkPlan(NamedTuple):
     tiles: Int32[Array, "tiles 11"]
     """One row per tile, with columns TABLE_ROW ... TREE_START.
 
-    TABLE_ROW is the row of the page table. A tile begins at BASE_TOKEN of the step, a multiple of eight because shared
-    memory is filled eight tokens at a time: LEAD tokens of other rows precede its own NUM_TOKENS. The first of these is
-    at POSITION of its sequence, and the last one sees the keys before KEY_END. If query heads are tokens, the first is
-    head FIRST_HEAD. The tile sees NUM_BLOCKS blocks of keys from FIRST_BLOCK on, whose units begin at FIRST_UNIT. The
-    nodes of its row's draft tree begin at TREE_START.
+    TABLE_ROW is the row in the page table. A tile begins at the step's token BASE_TOKEN, a multiple of eight because
+    shared memory is filled eight tokens at a time: LEAD tokens from other rows come before its own NUM_TOKENS. Its own
+    first token is at POSITION in the sequence, and its last token sees the keys before KEY_END. If query heads are
+    tokens, the first is head FIRST_HEAD. The tile sees NUM_BLOCKS key blocks from FIRST_BLOCK on; their units begin at
+    FIRST_UNIT. The draft tree's first node is at TREE_START.
     """
     workers: Int32[Array, "workers 4"]
-    """One row per worker: its work items FIRST_ITEM to END_ITEM, and its span of units SPAN_START to SPAN_END."""
+    """One row per worker: its work items FIRST_ITEM to END_ITEM, and its span with the units SPAN_START to SPAN_END."""
 
 
 def plan_work(config: KernelConfig, tiling: Tiling, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> WorkPlan:

@@ -1,35 +1,35 @@
 """Ragged paged attention for TPUs, in Pallas (Mosaic): the serving backend on TPUs.
 
-One kernel (`kernel.py`) does everything in place. It processes three lists of work, which the device computes from the
-lengths of rows (`work_plan.py`), with block sizes that fit the memory (`block_sizes.py`).
+One kernel (`kernel.py`) does everything in place. It processes three work lists, which the device computes from the row
+lengths (`work_plan.py`), with block sizes that fit the memory (`block_sizes.py`).
 
-- Writes (`page_writer.py`): new keys and values reach their pages by slabs, the rows of a memory tile, which is the
-  smallest unit that can be written. Hence a page that is written belongs to one row; pages that are only read may be
-  shared.
-- Decode slots (`decode_phase.py`): decode rows, several side by side, the longest first, each with its own pages; one
-  matmul for each KV head and slot. So many short rows take few work items.
-- Tiles (`tile_phase.py`): some tokens of a row times the query heads of a KV head, for rows with several new tokens;
-  large steps have short and tall tiles.
+- Writes (`page_writer.py`): new keys and values are written to their pages by slab. A slab is the rows in one memory
+  tile, the smallest unit that can be written. Hence a page that is written must belong to one row; pages that are only
+  read may be shared.
+- Decode slots (`decode_phase.py`): decode rows, several processed together, the longest first, each with its own pages;
+  one matmul for each KV head and slot. So many short rows take few work items.
+- Tiles (`tile_phase.py`): some tokens times the query heads for one KV head, for rows with several new tokens; large
+  steps have short and tall tiles.
 
-Decode slots and tiles are divided into work items of a few pages (`phase.py`) with an online softmax (`softmax.py`;
-FlashAttention-2, Dao 2023). Pages of the next work items are copied ahead, across slots and tiles; so are queries and,
-before them, page ids, since the page table stays in main memory, whatever its width. Ragged paged attention v3 (arXiv
-2604.15464) has the same scheme.
+Decode slots and tiles are divided into work items with a few pages each (`phase.py`) and use an online softmax
+(`softmax.py`; FlashAttention-2, Dao 2023). Pages for the next work items are copied ahead, across slots and tiles; so
+are queries and, before them, page ids, since a page table of any width stays in main memory. Ragged paged attention v3
+(arXiv 2604.15464) has the same scheme.
 
-Quantised pools are fetched as they are and converted one head's block at a time (`pages.py`). Scales of keys multiply
-the columns of scores, those of values the columns of weights.
+Quantised pools are fetched unconverted, and one head's block is converted at a time (`pages.py`). Key scales multiply
+the columns of the scores, value scales the columns of the softmax weights.
 
-Pages are `[K, P, 2H]`, a head's keys and values side by side (`layout.py`). Unlike memory tiles of `[P, 2K, H]`, this
-needs no padding if KV heads are few or odd in number or a head has 64 columns, and a head's block is a matrix as
-fetched: its rows are not scattered among those of other heads. Heads of 512 have keys and values in matrices of their
-own, `[2K, P, H]`: so pages of heads of 512 and of 256 (Gemma 4) are matrices of equal shape, and both kinds of layers
-take one pool as it is.
+Pages are `[K, P, 2H]`: a head's key and value are adjacent (`layout.py`). Unlike memory tiles with the layout `[P, 2K,
+H]`, this needs no padding if KV heads are few or odd in number or the head dim is 64, and a head's block is a matrix as
+fetched: its rows are not scattered among other heads' rows. With a head dim of 512, keys and values have separate
+matrices, `[2K, P, H]`: pages for head dims 512 and 256 (Gemma 4) then have matrices with the same shape, and layers of
+both kinds use one pool unchanged.
 
-A latent is stored as the key of one KV head, which begins with the value: it is copied from main memory once for all
-query heads, as key and as value. Pages of latents are `[1, P, C]`, where C is the size of a latent padded to whole
-memory tiles of 128 columns. The 576 elements of DeepSeek's latents take 640 columns, or 1280 bytes in bfloat16, and 128
-of these bytes are padding. A chip would keep rows of 576 elements in as much memory; the padding is part of the shape
-so that every count of the pool's bytes includes it.
+A latent is stored as the key for one KV head, which begins with the value: it is copied from main memory once for all
+query heads, as key and as value. Pages with latents are `[1, P, C]`; C is the latent size, padded to whole memory tiles
+with 128 columns. DeepSeek's latents have 576 elements and take 640 columns, or 1280 bytes in bfloat16, including 128
+bytes padding. A chip would use the same memory for rows with 576 elements; the shape includes the padding so that every
+count of the pool's bytes does too.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ LATENT_POOL_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 POOL_DTYPES = ("bfloat16", "float32", *QUANTIZED_MAX)
 MIN_HEAD_DIM = 64  # minimum on a chip: XLA lays out narrower pools transposed, and copies them for the kernel
 MAX_HEAD_DIM = 512
-MANY_TOKENS, MANY_ROWS = 2048, 256  # a step for which blocks are as large as for any
+MANY_TOKENS, MANY_ROWS = 2048, 256  # a step with the largest block sizes
 
 
 class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
-    """Attention kernel for TPUs; it reads latents in their own layout, at the rate of the memory."""
+    """Attention kernel for TPUs; it reads latents in their own layout, at memory bandwidth."""
 
     platform = "tpu"
     module = f"{__name__}.kernel"
@@ -106,7 +106,7 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
         return None
 
     def launch(self, problem: Problem) -> KernelConfig:
-        """Return the static parameters of the kernel in a large step, whose blocks fit the memory."""
+        """Return the kernel's static parameters for a large step, with blocks that fit the memory."""
         config = self._launch(problem, AttentionOptions(1.0), num_tokens=MANY_TOKENS, num_rows=MANY_ROWS, table_width=1)
         choose_block_sizes(config)
         return config
@@ -127,7 +127,8 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
         )
 
     def sizes(self, problem: Problem) -> BlockSizeLimits:
-        """Return block sizes: requested ones, else those that measured best on the target chip, else by its bandwidth.
+        """Return the requested block sizes, else the fastest in measurements on the target chip, else sizes for its
+        bandwidth.
 
         Raises:
             ValueError: sizes have unknown names, or jax does not know the chip.
@@ -141,14 +142,14 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Rotate, write to the donated pool and attend.
+        """Apply RoPE, write to the donated pool and attend.
 
-        Queries and weights of values are rounded to the pool's dtype, or to bfloat16 for a quantised pool.
+        Queries and softmax weights are rounded to the pool's dtype, or to bfloat16 for a quantised pool.
         """
         pool, kind = values_of(kv_pages), inputs.kind(options)
         if pool.shape[-1] == columns_for(kind).matrix_columns:
             return self._write_and_attend(inputs, kind, kv_pages, layer, options)
-        # For XLA, pages with matrices of another shape are another array: it copies the pool.
+        # For XLA, pages whose matrices have another shape are another array: it copies the pool.
         num_layers, num_pages, units, page_size, matrix_columns = pool.shape
         num_pages = num_pages * units * matrix_columns // math.prod(kind.token_shape)
         split_shape = self.layout(kind.token_shape).kv_shape(PoolDims(num_layers, num_pages, page_size))
@@ -186,7 +187,7 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:
-    """Return the properties that problems with the same best block sizes have in common."""
+    """Return the properties that determine the best block sizes."""
     return {
         "num_query_heads": problem.num_query_heads,
         **asdict(problem.kind),

@@ -1,4 +1,4 @@
-"""Static parameters of the kernel, and block sizes that fit the vector memory."""
+"""The kernel's static parameters, and block sizes that fit the vector memory."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 
 PAGE_IDS = 128  # page ids per copy, the minimum
 MAX_PAGE_TOKENS = 256
-MAX_PAGE_BYTES = 3 * 2**20  # so that work items of one page fit into every supported chip
-FETCH_S = 2.6e-6  # transfer time of a work item, assumed, unmeasured, to hide the cost of issuing the next copies
-WORK_ITEM_DOTS = 32  # matmuls per work item of decode slots: more take long to compile
+MAX_PAGE_BYTES = 3 * 2**20  # so that work items with one page fit into every supported chip
+FETCH_S = 2.6e-6  # transfer time per work item, assumed, unmeasured, to hide the cost to issue the next copies
+WORK_ITEM_DOTS = 32  # matmuls per work item with decode slots: more take long to compile
 
 
 @dataclass(frozen=True)
 class BlockSizeLimits:
-    """Limits of block sizes, which tuning may change; `choose_block_sizes` makes smaller blocks if memory requires it.
+    """Block size limits, which tuning may change; `choose_block_sizes` makes smaller blocks if memory requires it.
 
     The default of `work_item_bytes` depends on the chip (`default_work_item_bytes`).
 
     Attributes:
-        work_item_bytes: maximum bytes of keys and values in a work item.
+        work_item_bytes: maximum size of the keys and values in a work item.
         decode_keys: maximum number of keys per decode slot in a work item.
         tile_keys: maximum number of keys per tile in a work item.
-        tile_rows: maximum number of rows of a matrix of queries.
+        tile_rows: maximum number of rows in a query matrix.
         slots: work items in memory: one in use, the others in flight.
     """
 
@@ -62,7 +62,7 @@ def default_work_item_bytes(bytes_per_s: int, vmem_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Static parameters of the kernel in one call."""
+    """Static parameters of the kernel."""
 
     num_tokens: int
     num_rows: int
@@ -83,7 +83,7 @@ class KernelConfig:
     interpret: Any
     """Parameters of the interpreter; None to run on a TPU."""
     num_parts: int = 1
-    """Pages of these heads per page of a pool that was made for larger heads; page ids count the smaller pages."""
+    """Number of smaller pages per page, for a pool that was made for larger heads; page ids count the smaller pages."""
 
     @property
     def has_scales(self) -> bool:
@@ -96,7 +96,7 @@ class KernelConfig:
 
     @property
     def num_matrices(self) -> int:
-        """Matrices per page."""
+        """Number of matrices per page."""
         return self.num_kv_heads * self.columns.num_matrices
 
     @property
@@ -105,27 +105,27 @@ class KernelConfig:
 
     @property
     def padded_group(self) -> int:
-        """Query heads per KV head, padded to whole memory tiles."""
+        """Number of query heads per KV head, padded to whole memory tiles."""
         return round_up(self.group, SUBLANES)
 
     @property
     def slab(self) -> int:
-        """Tokens of a page that are written together: rows of a memory tile."""
+        """Number of tokens written together in a page: the rows in a memory tile."""
         return slab_tokens(self.kv_dtype)
 
     @property
     def num_vectors(self) -> int:
-        """Vectors per token, each with a scale in a quantised pool."""
+        """Number of vectors per token, each with a scale in a quantised pool."""
         return self.num_kv_heads * self.columns.num_vectors
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in the pool."""
+        """Bytes per token in the pool."""
         return token_bytes(self.num_kv_heads, self.columns.stored, self.kv_dtype)
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales per slab."""
+        """Bytes per slab for the scales."""
         return scale_rows(self.num_vectors) * LANES * SCALE_DTYPE.itemsize if self.has_scales else 0
 
 
@@ -213,7 +213,7 @@ def _tile_bytes(config: KernelConfig, blocks: BlockSizes) -> int:
 
 
 def _dequantised_bytes(config: KernelConfig, num_kv_heads: int, sequences: int, pages: int) -> int:
-    """Return the bytes of dequantised keys and values of some heads, and of scales in float32."""
+    """Return the bytes that dequantised keys and values take for some heads, and scales in float32."""
     if not config.has_scales:
         return 0
     tokens = pages * config.page_size
@@ -233,6 +233,6 @@ def _page_bytes(config: KernelConfig) -> int:
 
 
 def heads_per_matmul(config: KernelConfig, tile_tokens: int) -> int:
-    """Return the number of query heads whose queries form one matrix, a divisor of the group."""
+    """Return the number of query heads whose queries form one matrix, a divisor of `config.group`."""
     limit = max(1, config.sizes.tile_rows // tile_tokens)
     return max(n for n in range(1, min(config.group, limit) + 1) if config.group % n == 0)

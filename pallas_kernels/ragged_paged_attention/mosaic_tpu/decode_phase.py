@@ -1,4 +1,4 @@
-"""Attention of decode rows, several of them side by side. See the package."""
+"""Attention for decode rows, several processed together. See the package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _DecodeScratch(NamedTuple):
 
 
 class DecodePhase(Phase):
-    """Phase of decode rows: an entry is a group of decode slots, each with the pages of one row."""
+    """Phase for decode rows: an entry is a group of decode slots, each with one row's pages."""
 
     def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs) -> None:
         self.sequences, self.pages = blocks.decode_slots, blocks.decode_pages
@@ -142,6 +142,6 @@ class DecodePhase(Phase):
             self._out_copy(entry, scratch).wait()
 
     def _count_entries(self) -> Any:
-        """Return the number of groups with any blocks, which come before the others."""
+        """Return how many groups have blocks; these groups come first."""
         groups = self.refs.groups
         return lax.fori_loop(0, groups.shape[0], lambda i, n: n + (groups[i] > 0).astype(jnp.int32), jnp.int32(0))

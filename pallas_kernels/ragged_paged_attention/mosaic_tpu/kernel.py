@@ -22,7 +22,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, Quan
 def write_and_attend(
     config: KernelConfig, blocks: BlockSizes, layer: Int32[Array, "1"], plan: WorkPlan, operands: Operands
 ) -> tuple[Pages, Float32[Array, "decode_slots K padded_group sums"], Shaped[Array, "Q padded sums"]]:
-    """Return the updated pool and the outputs of decode slots and tiles; tokens without a tile have undefined ones."""
+    """Return the updated pool and the outputs by decode slot and by tile; undefined for tokens without a tile."""
     scalars = (layer, plan.counts, plan.writes, plan.decode_slots, plan.groups, *plan.tiles)
     inputs = {name: x for name, x in operands._asdict().items() if x is not None}
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -51,11 +51,11 @@ def write_and_attend(
 
 
 def _cost(config: KernelConfig) -> pl.CostEstimate:
-    """Return the cost for rows of full length; ahead-of-time compiled programs are compared by it."""
+    """Return the cost for full-length rows, for comparisons between ahead-of-time compiled programs."""
     keys = config.num_rows * config.table_width * config.page_size
     dots = keys * config.num_query_heads * -(-config.num_tokens // config.num_rows)
     columns = config.columns
-    pair_size = columns.key_dim + columns.value_dim  # elements of a query and its output, multiplied with each key
+    pair_size = columns.key_dim + columns.value_dim  # elements in a query and its output, multiplied with each key
     activation_bytes = (
         config.num_tokens * (config.num_query_heads * pair_size + config.num_kv_heads * columns.stored) * 4
     )

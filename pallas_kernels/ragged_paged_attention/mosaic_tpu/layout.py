@@ -1,4 +1,4 @@
-"""Layout of the pool in memory. See the package."""
+"""The pool's memory layout. See the package."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, Quan
 
 @dataclass(frozen=True)
 class PageMatrices(Layout):
-    """Layout `[L, N, M, P, C]`: M matrices per page, each with the same columns of all tokens.
+    """Layout `[L, N, M, P, C]`: M matrices per page, each with the same columns for all tokens.
 
-    A matrix has the keys and values of one head side by side, `[L, N, K, P, 2H]`; heads of 512 have them in two
+    A matrix has one head's key and value in each row, `[L, N, K, P, 2H]`; with a head dim of 512 they are in two
     matrices, `[L, N, 2K, P, H]` (`pair_columns`). Latents have one matrix with padded columns, `[L, N, 1, P, C]`.
     """
 
@@ -38,7 +38,6 @@ class PageMatrices(Layout):
 
     @property
     def num_matrices(self) -> int:
-        """Number of matrices per page, M."""
         if self.is_latent:
             return 1
         num_vectors, head_dim = self.token_shape
@@ -46,16 +45,16 @@ class PageMatrices(Layout):
 
     @property
     def used_columns(self) -> int:
-        """Number of columns of a matrix without padding."""
+        """Number of columns per matrix, without padding."""
         return math.prod(self.token_shape) // self.num_matrices
 
     @property
     def num_vectors(self) -> int:
-        """Number of vectors per token, each with a scale of its own in a quantised pool."""
+        """Number of vectors per token, each with a scale in a quantised pool."""
         return math.prod(self.token_shape[:-1])
 
     def default_page_size(self, kv_dtype: jnp.dtype) -> int:
-        """Return the number of tokens of a page whose size suits copies."""
+        """Return the page size in tokens that suits copies."""
         return default_page_size(self.num_matrices, self.used_columns, kv_dtype)
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
@@ -63,9 +62,9 @@ class PageMatrices(Layout):
         return (dims.num_layers, dims.num_pages, self.num_matrices, dims.page_size, columns)
 
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of one memory tile for each slab of a page, so that it is written with the slab.
+        """Return the scales' shape: one memory tile per slab, so that it is written with the slab.
 
-        A row of the tile holds 32 tokens of each of four vectors; the first row belongs to the first heads.
+        A row in the tile holds four vectors' scales for 32 tokens; the first row belongs to the first heads.
         """
         return (*dims[:2], dims.page_size // SCALE_TOKENS, scale_rows(self.num_vectors), LANES)
 
@@ -92,14 +91,14 @@ class PageMatrices(Layout):
 
 
 def scales_from_tiles(tiles: BFloat16[Array, "L N slabs rows 128"]) -> BFloat16[Array, "L N P vectors"]:
-    """Return scales by token and vector, followed by the scales of padding vectors."""
+    """Return scales by token and vector; padding vectors come last."""
     L, N, num_slabs, *_ = tiles.shape
     by_vector = tiles.reshape(L, N, num_slabs, -1, SCALE_HEADS, SCALE_TOKENS).transpose(0, 1, 2, 5, 4, 3)
     return by_vector.reshape(L, N, num_slabs * SCALE_TOKENS, -1)
 
 
 def scales_to_tiles(scales: BFloat16[Array, "*slabs 32 vectors"]) -> BFloat16[Array, "*slabs rows 128"]:
-    """Return scales by slab, token and vector in the layout of the pool."""
+    """Convert scales by slab, token and vector to the pool's layout."""
     slabs, num_vectors = scales.shape[:-2], scales.shape[-1]
     rows = scale_rows(num_vectors)
     padding = [(0, 0)] * (scales.ndim - 1) + [(0, SCALE_HEADS * rows - num_vectors)]

@@ -1,4 +1,4 @@
-"""Columns that pages have for a KV head, and the memory tiles that hold them."""
+"""The columns for one KV head in a page, and the memory tiles that hold them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind, Latents
 
 LANES = 128  # elements per row of a memory tile
 SUBLANES = 8  # 32-bit rows per memory tile
-ALIGNED_TOKENS = 16  # alignment of query tiles: rows of a memory tile with 16-bit elements
-SCALE_TOKENS = 32  # tokens per tile of scales: rows of a memory tile with 8-bit elements
-SCALE_HEADS = LANES // SCALE_TOKENS  # vectors whose scales are side by side in a row of such a tile
-COPY_BYTES = 128 * 2**10  # 64 ns at 2 TB/s, the assumed, unmeasured cost of issuing a copy
-SEPARATE_HEAD_DIM = 512  # minimum size of heads with separate matrices of keys and values
+ALIGNED_TOKENS = 16  # alignment for query tiles: rows per memory tile with 16-bit elements
+SCALE_TOKENS = 32  # tokens per scale tile: rows per memory tile with 8-bit elements
+SCALE_HEADS = LANES // SCALE_TOKENS  # vectors whose scales are adjacent in a row of a scale tile
+COPY_BYTES = 128 * 2**10  # 64 ns at 2 TB/s, the assumed, unmeasured cost to issue a copy
+SEPARATE_HEAD_DIM = 512  # minimum head dim for which keys and values have separate matrices
 COPY_TOKENS = 128  # maximum default page size
 
 
 @dataclass(frozen=True)
 class HeadColumns:
-    """Columns of the key and value of one KV head in the matrices of a page, and the columns that matmuls read.
+    """Columns for one KV head's key and value in a page's matrices, and the columns that matmuls read.
 
-    A matmul reads columns in multiples of LANES. So queries may be padded with zeros that meet columns of values, and
-    weighted sums may contain columns of keys, which are dropped.
+    A matmul reads columns in multiples of LANES. So queries may be padded with zeros that meet value columns, and
+    weighted sums may contain key columns, which are dropped.
 
     Attributes:
-        key_dim: elements of a key, which begins at column 0.
-        value_dim: elements of a value.
-        first_value: first column of a value: 0 if the value is the beginning of the key.
+        key_dim: size of a key, which begins at column 0.
+        value_dim: size of a value.
+        first_value: first value column: 0 if the key begins with the value.
         stored: columns in all matrices.
         num_matrices: matrices per KV head: two if keys and values are separate.
     """
@@ -42,7 +42,6 @@ class HeadColumns:
 
     @property
     def matrix_columns(self) -> int:
-        """Columns per matrix."""
         return self.stored // self.num_matrices
 
     @property
@@ -58,19 +57,19 @@ class HeadColumns:
 
     @property
     def sums(self) -> int:
-        """Number of columns of a weighted sum."""
+        """Number of columns in a weighted sum."""
         first, end = self.values
         return end - first
 
     @property
     def results(self) -> slice:
-        """Columns of a weighted sum that belong to the value."""
+        """Columns in a weighted sum that belong to the value."""
         first = self.first_value - self.values[0]
         return slice(first, first + self.value_dim)
 
     @property
     def num_vectors(self) -> int:
-        """Number of vectors with a scale of their own: key and value, or one latent."""
+        """Number of vectors that have a scale: key and value, or one latent."""
         return 2 if self.first_value else 1
 
 
@@ -80,26 +79,26 @@ def columns_for(kind: KVKind) -> HeadColumns:
 
 
 def pair_columns(head_dim: int) -> HeadColumns:
-    """Return the columns of a key followed by its value.
+    """Return the columns for a key followed by its value.
 
-    Wide heads have them in separate matrices, so that pages of heads of 512 and of 256 have the same number of columns.
+    Wide heads have them in separate matrices, so that pages for head dims 512 and 256 have the same number of columns.
     """
     is_apart = head_dim >= SEPARATE_HEAD_DIM and head_dim % LANES == 0
     return HeadColumns(head_dim, head_dim, head_dim, 2 * head_dim, 2 if is_apart else 1)
 
 
 def latent_columns(width: int, rank: int) -> HeadColumns:
-    """Return the columns of a latent of `width` elements, padded to memory tiles; its value has `rank` elements."""
+    """Return the columns for a latent with `width` elements, padded to memory tiles; its value has `rank` elements."""
     return HeadColumns(width, rank, 0, round_up(width, LANES))
 
 
 def token_bytes(num_kv_heads: int, stored: int, kv_dtype: jnp.dtype) -> int:
-    """Return the bytes of a token in memory, with `stored` columns per KV head."""
+    """Return the bytes per token in memory, with `stored` columns per KV head."""
     return num_kv_heads * round_up(stored, LANES) * kv_dtype.itemsize
 
 
 def slab_tokens(kv_dtype: jnp.dtype) -> int:
-    """Return the tokens per slab, which are written together: the rows of a memory tile."""
+    """Return the number of tokens per slab, which are written together: the rows in a memory tile."""
     return SUBLANES * 4 // kv_dtype.itemsize
 
 
@@ -110,19 +109,17 @@ def default_page_size(num_kv_heads: int, stored: int, kv_dtype: jnp.dtype) -> in
 
 
 def scale_rows(num_vectors: int) -> int:
-    """Return the rows of a tile of scales, which holds the scales of all vectors in whole memory tiles.
+    """Return the number of rows in a scale tile, which holds all vectors' scales in whole memory tiles.
 
-    Two rows of 16-bit elements share the words of a memory tile.
+    Each word in a memory tile has 16-bit elements from two rows.
     """
     rows = max(2, -(-num_vectors // SCALE_HEADS))
     return 1 << (rows - 1).bit_length() if rows < SUBLANES else round_up(rows, SUBLANES)
 
 
 def power_of_two(x: int) -> int:
-    """Return the largest power of two up to x."""
     return 1 << int(math.log2(max(x, 1)))
 
 
 def round_up(x: int, multiple: int) -> int:
-    """Return x rounded up to a multiple."""
     return x + -x % multiple

@@ -1,4 +1,4 @@
-"""Operands of the kernel, the references that it gets to them, and the conversion of its results."""
+"""The kernel's operands, the references to them, and the conversion of its results."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class Operands(NamedTuple):
     page_ids: Int32[Array, "chunks 1 128"]
     """Page table, cut into chunks that can be fetched."""
     new: Float32[Array, "units padded columns"]
-    """New keys and values side by side, between `slab` tokens of padding and further padding."""
+    """New keys and values, adjacent for each head; `slab` padding tokens come first, and further padding last."""
     decode_queries: Float32[Array, "decode_slots K padded_group keys"]
     tile_queries: Shaped[Array, "Q padded keys"]
     decode_sinks: Float32[Array, "rows 128"]
-    """Sink logits of all query heads of a decode slot, in base 2."""
+    """Sink logits for all query heads in a decode slot, in base 2."""
     tile_sinks: Float32[Array, "Q"]
     nodes: Int32[Array, "padded columns"]
-    """`visible_nodes` of each token."""
+    """`visible_nodes` per token."""
     kv_pages: Shaped[Array, "L N units P columns"]
     new_scales: BFloat16[Array, "slabs rows 128"] | None = None
-    """Scales of the tokens of each written slab, in the layout of the pool; None without scales."""
+    """Scales for the tokens in each written slab, in the pool's layout; None without scales."""
     scales: BFloat16[Array, "L N slabs rows 128"] | None = None
 
 
 class Refs(NamedTuple):
-    """References in the kernel to its scalars, operands and results."""
+    """The kernel's references to its scalars, operands and results."""
 
     layer: Any
     counts: Any
@@ -91,7 +91,7 @@ def token_outputs(
     decode_out: Float32[Array, "decode_slots K padded_group sums"],
     tile_out: Shaped[Array, "Q padded sums"],
 ) -> Float32[Array, "T Q value"]:
-    """Return the outputs of all tokens, from their decode slots or tiles; zeros for padding tokens."""
+    """Return the outputs for all tokens, from their decode slots or tiles; zeros for padding tokens."""
     results = config.columns.results
     decode_outputs = decode_out[:, :, : config.group, results].reshape(
         -1, config.num_query_heads, config.columns.value_dim
@@ -112,7 +112,7 @@ def _page_ids(config: KernelConfig, rows: RaggedRows) -> Int32[Array, "chunks 1 
 
 
 def _new(config: KernelConfig, vectors: Sequence[Shaped[Array, "T K _"]]) -> Float32[Array, "units padded columns"]:
-    """Return new keys and values in float32: single rows of narrower dtypes cannot be moved in memory."""
+    """Return new keys and values in float32: single rows with narrower dtypes cannot be moved in memory."""
     new = jnp.concatenate([x.astype(jnp.float32) for x in vectors], axis=-1)  # [T, K, columns]
     new = new.reshape(config.num_tokens, config.num_matrices, -1).swapaxes(0, 1)
     padding = -config.num_tokens % SUBLANES + config.slab + SUBLANES
@@ -138,7 +138,7 @@ def _decode_queries(
 
 
 def _padded_tokens(config: KernelConfig, blocks: BlockSizes) -> int:
-    """Return the number of padding tokens, so that every tile of tokens exists."""
+    """Return the number of padding tokens after the last token, so that every tile lies inside the array."""
     return -config.num_tokens % ALIGNED_TOKENS + max(blocks.tile_tokens)
 
 

@@ -26,7 +26,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 
 
 class PageWriter:
-    """Writer of new keys and values: each slab of a page is read, changed and written back.
+    """Writer for new keys and values: each slab is read, changed and written back.
 
     All slabs are written before any row attends, so rows see them in shared pages.
     """
@@ -116,11 +116,11 @@ class PageWriter:
         return page.at[self._column(index, OFFSET) // self.config.slab]
 
     def _first_new(self, index: Any) -> Any:
-        """Return the index among new tokens of the slab's first row, which may belong to another row or to padding."""
+        """Return the index in `Operands.new` for a slab's first token, which may be another row's token or padding."""
         return self._column(index, FIRST_TOKEN) + self.config.slab
 
     def _merge(self, index: Any, slab: Any, new: Any) -> None:
-        """Replace new rows of the slab by rows of `new`, which begins up to seven rows earlier."""
+        """Replace the slab's new rows by rows from `new`, which begins up to seven rows earlier."""
         size = self.config.slab + SUBLANES
         shift = lax.rem(size - lax.rem(self._first_new(index), SUBLANES), size)
         begin, end = self._column(index, BEGIN), self._column(index, END)

@@ -1,4 +1,4 @@
-"""Pages of a work item in vector memory, and matmuls with the block of one head. See the package."""
+"""A work item's pages in vector memory, and matmuls with one head's block. See the package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LO
 
 
 def page_ref(config: KernelConfig, refs: Refs, layer: Any, page_id: Any) -> Any:
-    """Return the reference to the matrices of a page, `[matrices, P, columns]`."""
+    """Return the reference to a page's matrices, `[matrices, P, columns]`."""
     if config.num_parts == 1:
         return refs.kv_pages.at[layer, page_id]
     page, part = lax.div(page_id, jnp.int32(config.num_parts)), lax.rem(page_id, jnp.int32(config.num_parts))
@@ -25,20 +25,20 @@ def page_ref(config: KernelConfig, refs: Refs, layer: Any, page_id: Any) -> Any:
 
 
 class PageBuffers(NamedTuple):
-    """Buffers for the pages of several work items, or of one work item."""
+    """Page buffers for several work items, or for one."""
 
     values: Any  # [slots, pages, units, P, columns]
     scales: Any  # [slots, pages, slabs, rows, 128]; None for pools without scales
-    scales_by_token: Any  # f32[sequences, vectors of heads, tokens], scales of the current work item
+    scales_by_token: Any  # f32[sequences, vectors of heads, tokens], scales for the current work item
 
     def at(self, slot: Any) -> PageBuffers:
-        """Return the buffers of one work item."""
+        """Return the buffers for one work item."""
         scales = None if self.scales is None else self.scales.at[slot]
         return self._replace(values=self.values.at[slot], scales=scales)
 
 
 class HeadBlock(NamedTuple):
-    """Keys and values of one KV head in a block of one sequence."""
+    """One KV head's keys and values in a block of one sequence."""
 
     config: KernelConfig
     keys: Any  # [tokens, keys]
@@ -57,14 +57,14 @@ class HeadBlock(NamedTuple):
         return jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2E)
 
     def weighted_sum(self, weights: Any) -> Any:
-        """Return weighted sums of values `[rows, sums]` for weights `[rows, tokens]`."""
+        """Return weighted sums of values, `[rows, sums]`, for weights `[rows, tokens]`."""
         if self.value_scales is not None:
             weights = weights * self.value_scales
         return _dot(weights.astype(self.values.dtype), self.values, 0)
 
 
 def _dot(a: Any, b: Any, contracted: int) -> Any:
-    """Return the matmul of `a[m, c]` and b, contracted over the given axis of b, in float32."""
+    """Multiply `a[m, c]` by b in float32, contracted over b's axis `contracted`."""
     return lax.dot_general(
         a,
         b,
@@ -76,7 +76,7 @@ def _dot(a: Any, b: Any, contracted: int) -> Any:
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One block of each of some sequences, whose pages have been fetched."""
+    """One block from each of some sequences, whose pages have been fetched."""
 
     config: KernelConfig
     pages: PageBuffers
@@ -84,13 +84,13 @@ class WorkItem:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens per sequence."""
+        """Number of tokens per sequence."""
         return self.num_pages * self.config.page_size
 
     def prepare(self, sequence: int, end: Any) -> None:
-        """Clear the keys and values of a sequence from token `end` of the block on, if the sequence ends there.
+        """Clear a sequence's keys and values from the block's token `end` on, if the sequence ends there.
 
-        A stale NaN would survive a weight of zero; integers have no NaN, but their scales may.
+        A stale NaN would survive a zero weight; integers have no NaN, but their scales may.
         """
         if not jnp.issubdtype(self.config.kv_dtype, jnp.integer):
             self._clear_tail(sequence, end)
@@ -98,7 +98,7 @@ class WorkItem:
             self._order_scales(sequence, end)
 
     def head_block(self, sequence: int, head: Any) -> HeadBlock:
-        """Return one KV head of a prepared sequence, in the dtype of matmul operands."""
+        """Return one KV head for a prepared sequence, in the dtype of matmul operands."""
         columns = self.config.columns
         if columns.num_matrices == 2:
             keys, values = self._matrix(sequence, 2 * head), self._matrix(sequence, 2 * head + 1)
@@ -116,7 +116,7 @@ class WorkItem:
         return HeadBlock(self.config, keys, values, *scales)
 
     def _matrix(self, sequence: int, unit: Any) -> Any:
-        """Return one matrix of a sequence's pages, `[tokens, columns]`, in the dtype of matmul operands."""
+        """Return one matrix from a sequence's pages, `[tokens, columns]`, in the dtype of matmul operands."""
         own = self.pages.values[sequence * self.num_pages : (sequence + 1) * self.num_pages, unit]
         return own.reshape(self.num_tokens, own.shape[-1]).astype(self.config.matmul_dtype)
 
@@ -135,9 +135,9 @@ class WorkItem:
                 slabs[...] = jnp.where(token < end, slabs[...].astype(jnp.float32), 0).astype(slabs.dtype)
 
     def _order_scales(self, sequence: int, end: Any) -> None:
-        """Rearrange scales by head and token, with zeros from token `end` of the block on.
+        """Rearrange scales by head and token, with zeros from the block's token `end` on.
 
-        Rows of a tile of scales hold several heads for the tokens of a slab; afterwards a row holds one head for
+        A row in a scale tile holds several heads for the tokens in one slab; afterwards a row holds one head for
         several slabs.
         """
         pages, num_rows = self.pages, self.pages.scales.shape[-2]

@@ -1,4 +1,4 @@
-"""Iteration over work items while the pages of later ones are in flight. See the package."""
+"""Iteration over work items while the pages for later ones are in flight. See the package."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Page
 
 
 class PageSpan(NamedTuple):
-    """Consecutive pages of one sequence in a work item."""
+    """Consecutive pages from one sequence in a work item."""
 
     row: Any
-    first_page: Any  # index among the pages of the row
+    first_page: Any  # index among the row's pages
     num_pages: Any  # zero if the sequence has ended
 
 
 class _Memory(NamedTuple):
-    """Buffers and semaphores of a phase."""
+    """Buffers and semaphores for a phase."""
 
     pages: PageBuffers
-    ids: Any  # i32[2, sequences, 1, 128], page ids of a work item and of the next
-    page_sems: Any  # semaphores of values and of scales
+    ids: Any  # i32[2, sequences, 1, 128], page ids for a work item and the next one
+    page_sems: Any  # semaphores for values and for scales
     id_sems: Any
-    scratch: Any  # scratch memory of the subclass
+    scratch: Any  # scratch memory for the subclass
 
 
 class Phase(ABC):
-    """List of entries, each with blocks of keys. The blocks of all entries, in order, are the work items of the phase.
+    """List of entries, each with key blocks. All entries' blocks, in order, are the work items.
 
-    While one work item is computed, the pages of the next ones are in flight, and the page ids of the one after them.
+    During one work item, the pages for the next ones are in flight, and the page ids for the one after them.
     """
 
     sequences: int  # sequences per work item
@@ -50,15 +50,15 @@ class Phase(ABC):
 
     @abstractmethod
     def _num_blocks(self, entry: Any) -> Any:
-        """Return the number of key blocks of an entry."""
+        """Return an entry's number of key blocks."""
 
     @abstractmethod
     def _spans(self, entry: Any, block: Any) -> list[PageSpan]:
-        """Return the pages of each sequence in one block of an entry."""
+        """Return each sequence's pages in one block of an entry."""
 
     @abstractmethod
     def _query_copies(self, entry: Any, slot: Any, scratch: Any) -> list[Any]:
-        """Return the copies that fetch the queries of an entry."""
+        """Return the copies that fetch an entry's queries."""
 
     @abstractmethod
     def _compute(self, entry: Any, block: Any, work_item: WorkItem, scratch: Any) -> None:
@@ -70,10 +70,10 @@ class Phase(ABC):
 
     @abstractmethod
     def _scratch(self) -> Any:
-        """Return the scratch memory of the subclass."""
+        """Return the subclass's scratch memory."""
 
     def run(self) -> None:
-        """Go through all work items."""
+        """Process all work items."""
         slots = self.blocks.slots
         memory = _Memory(
             pages=self._page_memory(),
@@ -99,7 +99,7 @@ class Phase(ABC):
         ahead = self.blocks.slots - 1
 
         def fetch(number: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
-            """Start copies of a work item's pages and of the next one's page ids; return the next entry and block."""
+            """Start copies for a work item's pages and the next one's page ids; return the next entry and block."""
             following = self._after(*at)
 
             @pl.when(number + 1 < self.num_work_items)
@@ -132,7 +132,6 @@ class Phase(ABC):
         self._finish(memory.scratch)
 
     def _after(self, entry: Any, block: Any) -> tuple[Any, Any]:
-        """Return the next entry and block."""
         is_last = block + 1 >= self._num_blocks(entry)
         return jnp.where(is_last, entry + 1, entry), jnp.where(is_last, 0, block + 1)
 

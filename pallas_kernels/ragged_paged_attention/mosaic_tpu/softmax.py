@@ -1,4 +1,4 @@
-"""Online softmax of both phases. See the package."""
+"""Online softmax for both phases. See the package."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Softmax(NamedTuple):
     values: Any  # f32[..., sums], weighted sum
 
     def absorb(self, at: Any, scores: Any, visible: Any, add_up: Callable[[Any], Any], is_live: Any) -> None:
-        """Update the rows `at` with one more block of keys.
+        """Update the rows `at` with one more key block.
 
         Args:
-          at: rows of the state.
-          scores: scores of the block, `[..., keys]`.
+          at: rows in the state.
+          scores: scores for the block, `[..., keys]`.
           visible: mask of the scores that count.
           add_up: function from weights to the weighted sum of the block's values.
-          is_live: True if the values of the block are defined; None if they always are.
+          is_live: True if the block's values are defined; None if they always are.
         """
         before = self.max_score[at][..., :1]
         scores = jnp.where(visible, scores, MASKED)

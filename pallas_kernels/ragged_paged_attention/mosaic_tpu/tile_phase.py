@@ -1,4 +1,4 @@
-"""Attention of rows with several new tokens, one tile of queries after the other. See the package."""
+"""Attention for rows with several new tokens, one query tile after the other. See the package."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class _TileScratch(NamedTuple):
     queries: Any  # [slots, Q, tokens, keys]
     nodes: Any  # i32[slots, tokens, columns]
     out: Any  # [Q, tokens, sums]
-    previous: Any  # previous content of the output at the tile
+    previous: Any  # the output's previous content at the tile
     state: Softmax  # [Q, tokens, ...]
-    query_sems: Any  # semaphores of queries and of nodes
-    out_sems: Any  # semaphores of outgoing outputs and of their previous content
+    query_sems: Any  # semaphores for queries and for nodes
+    out_sems: Any  # semaphores for outgoing outputs and for their previous content
 
 
 class TilePhase(Phase):
-    """Phase of rows with several new tokens: an entry is a tile of queries of one row."""
+    """Phase for rows with several new tokens: an entry is one row's query tile."""
 
     def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs, kind: int) -> None:
         self.sequences, self.pages = 1, blocks.tile_pages
@@ -81,7 +81,7 @@ class TilePhase(Phase):
         return [PageSpan(self._column(entry, TILE_ROW), first_page, num_pages)]
 
     def _tokens(self, entry: Any) -> Any:
-        """Return the tokens of the tile as a slice of the step."""
+        """Return the tile's tokens as a slice of the step."""
         return pl.ds(pl.multiple_of(self._column(entry, BASE_TOKEN), SUBLANES * 2), self.tokens)
 
     def _query_copies(self, entry: Any, slot: Any, scratch: _TileScratch) -> list[Any]:
@@ -163,7 +163,7 @@ class TilePhase(Phase):
         return visible
 
     def _merge(self, entry: Any, scratch: _TileScratch) -> None:
-        """Keep the outputs of other tokens that share memory tiles with the tile."""
+        """Keep the outputs for other tokens that share memory tiles with the tile."""
         shape = (self.tokens, self.config.columns.sums)
         token = lax.broadcasted_iota(jnp.int32, shape, 0) - self._column(entry, LEAD)
         is_own = (token >= 0) & (token < self._column(entry, NUM_TOKENS))

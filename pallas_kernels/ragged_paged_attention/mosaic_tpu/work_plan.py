@@ -1,4 +1,4 @@
-"""Lists of the slabs, decode slots and tiles of a step, which the device computes from the lengths of rows."""
+"""Lists of a step's slabs, decode slots and tiles, which the device computes from the row lengths."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ TILE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, TILE_FIRST_BLOCK, NUM_BLOCKS, 
 
 
 class WorkPlan(NamedTuple):
-    """Work of a step. Tables are flat, row by row."""
+    """A step's work. Tables are flat, row by row."""
 
     counts: Int32[Array, "n"]
     """Number of slabs to write, then of work items: for decode slots, short tiles and tall tiles."""
     writes: Int32[Array, "slab_columns"]
-    """Slabs to write, with columns PAGE ... END: rows BEGIN to END of the slab are new, and its first row is that for
-    token FIRST_TOKEN of the step."""
+    """Slabs to write, with columns PAGE ... END: the slab's rows BEGIN to END are new, and its first row would hold the
+    step's token FIRST_TOKEN.
+    """
     decode_slots: Int32[Array, "decode_columns"]
     """Decode rows, with columns ROW ... FIRST_BLOCK, longest first; KV_LEN is zero for unused slots."""
     groups: Int32[Array, "groups"]
-    """Number of blocks of each group of decode slots, which its longest row needs."""
+    """Number of blocks per group of decode slots, which its longest row needs."""
     tiles: tuple[Int32[Array, "tile_columns"], ...]
-    """Short tiles and tall tiles, with columns TILE_ROW ... TREE_START. A tile begins at BASE_TOKEN of the step: LEAD
-    tokens of other rows precede its own NUM_TOKENS. The first of these is at POSITION of its sequence. The nodes of its
-    row's draft tree begin at TREE_START."""
+    """Short tiles and tall tiles, with columns TILE_ROW ... TREE_START. A tile begins at the step's token BASE_TOKEN:
+    LEAD tokens from other rows come before its own NUM_TOKENS. Its own first token is at POSITION in the sequence. The
+    draft tree's first node is at TREE_START.
+    """
     slot_of_token: Int32[Array, "T"]
-    """Decode slot of each decode token; -1 for other tokens."""
+    """Decode slot per decode token; -1 for other tokens."""
     token_of_slot: Int32[Array, "decode_slots"]
-    """Token of each decode slot; T for unused slots."""
+    """Token per decode slot; T for unused slots."""
 
 
 def make_plan(config: KernelConfig, blocks: BlockSizes, rows: RaggedRows) -> WorkPlan:
@@ -115,7 +117,7 @@ def _plan_tiles(
     tile_ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
     tile = jnp.arange(min(T, T // tile_tokens + 2 * R), dtype=jnp.int32)
     row = jnp.minimum(_count_up_to(tile_ends, tile), R - 1)
-    start = (tile - (tile_ends - row_tiles)[row]) * tile_tokens - leads[row]  # index among the new tokens of the row
+    start = (tile - (tile_ends - row_tiles)[row]) * tile_tokens - leads[row]  # index among the row's new tokens
     lead = jnp.maximum(-start, 0)
     num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tile_tokens) - lead, 0)
     past_len = (rows.kv_lens - q_lens)[row]
@@ -135,5 +137,5 @@ def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
 
 
 def _count_up_to(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "m"]:
-    """Return the number of ascending `ends` that are at most x."""
+    """Return how many of the ascending `ends` are at most x."""
     return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)
