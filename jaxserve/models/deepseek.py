@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
+from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.kv_forms import Latents
@@ -18,7 +19,6 @@ from jaxserve.models.hf_config import (
     POSITIVE,
     SIZE,
     SWITCH,
-    Kind,
     one_of,
     read_fields,
     read_num_layers,
@@ -92,8 +92,8 @@ _FIELDS = {
     "topk_group": SIZE.or_null(),
     "first_k_dense_replace": COUNT,
     "rope_interleave": SWITCH,
-    "mlp_bias": Kind("false: biases of experts are not supported", lambda value: value is False),
-    "moe_layer_freq": Kind("1: only the first layers may lack experts", lambda value: value == 1),
+    "mlp_bias": FieldType("false: biases of experts are not supported", lambda value: value is False),
+    "moe_layer_freq": FieldType("1: only the first layers may lack experts", lambda value: value == 1),
 }
 _DENSE, _SPARSE = "dense", "sparse"
 
@@ -104,7 +104,7 @@ def v2_arch(config: Mapping[str, Any]) -> ArchConfig:
     kinds = {
         "scoring_func": one_of(["softmax"]),
         "topk_method": one_of(["greedy", "group_limited_greedy"]),
-        "norm_topk_prob": Kind(
+        "norm_topk_prob": FieldType(
             "false: transformers does not scale these weights to a sum of one", lambda v: v is False
         ),
     }

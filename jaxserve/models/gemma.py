@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from jaxserve.api.schema import FieldType
 from jaxserve.layers.norm import offset_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
 from jaxserve.models.family import FOLDS, ModelFamily
-from jaxserve.models.hf_config import POSITIVE, SIZE, Kind, one_of, read_fields, read_rope
+from jaxserve.models.hf_config import POSITIVE, SIZE, one_of, read_fields, read_rope
 from jaxserve.models.layer_kinds import by_kind, full_every, read_windows
 from jaxserve.models.layer_tensors import Names, decoder_specs
 
@@ -38,7 +39,7 @@ def gemma2_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Read a Gemma 2 config.json."""
     soft_caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     config = {**_DEFAULTS, **soft_caps, **config}
-    period = Kind("2 or null", lambda value: value in (2, None))
+    period = FieldType("2 or null", lambda value: value in (2, None))
     read_fields(config, {"sliding_window_pattern": period})
     return _arch(config, period=2)
 
@@ -47,7 +48,7 @@ def gemma3_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Read the config.json of a Gemma 3 text model; those of text parts leave out most of what is the default."""
     sizes = {"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072}
     config = {**_DEFAULTS, **sizes, "rope_theta": 1e6, "rope_local_base_freq": 1e4, **config}
-    fields = {"sliding_window_pattern": SIZE, "attn_logit_softcapping": Kind("null", lambda value: value is None)}
+    fields = {"sliding_window_pattern": SIZE, "attn_logit_softcapping": FieldType("null", lambda value: value is None)}
     period = read_fields({"sliding_window_pattern": 6, **config}, fields)["sliding_window_pattern"]
     theta = read_fields(config, {"rope_local_base_freq": POSITIVE})["rope_local_base_freq"]
     full, local = by_kind(config, float(theta))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.kv_forms import HeadVectors
 from jaxserve.layers.linear import linear
@@ -22,7 +23,7 @@ from jaxserve.models.arch import ArchConfig, PerLayerEmbeddings
 from jaxserve.models.block import Heads, attention, mlp, moe
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.gemma import GEMMA_NAMES
-from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, SWITCH, TABLE, Kind, one_of, read_fields, read_rope
+from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, SWITCH, TABLE, one_of, read_fields, read_rope
 from jaxserve.models.layer_kinds import FULL, SLIDING, full_every, layer_windows, read_kinds
 from jaxserve.models.layer_spec import LayerSpec
 from jaxserve.models.layer_tensors import MoeNames, Rows, decoder_specs
@@ -61,7 +62,7 @@ _FIELDS = {
     "hidden_activation": one_of(["gelu_pytorch_tanh"]),
     "rope_parameters": TABLE.or_null(),
     "final_logit_softcapping": POSITIVE.or_null(),
-    "use_bidirectional_attention": Kind("vision or null: attention is causal", lambda v: v in ("vision", None)),
+    "use_bidirectional_attention": FieldType("vision or null: attention is causal", lambda v: v in ("vision", None)),
     "hidden_size_per_layer_input": COUNT.or_null(),
     "num_kv_shared_layers": COUNT,
 }

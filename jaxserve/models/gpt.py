@@ -6,6 +6,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import layer_norm
@@ -13,7 +14,7 @@ from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
 from jaxserve.models.family import UNGATED_FOLDS, ModelFamily
-from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
+from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, one_of, read_fields
 from jaxserve.models.layer_tensors import Names, decoder_specs
 
 _DEFAULTS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
@@ -30,7 +31,7 @@ _GPT2_DEFAULTS = {
     "reorder_and_upcast_attn": False,
     "add_cross_attention": False,
 }
-_FALSE = Kind("false", lambda value: value is False)
+_FALSE = FieldType("false", lambda value: value is False)
 _GPT2_SWITCHES = {
     "scale_attn_weights": SWITCH,
     "scale_attn_by_inverse_layer_idx": _FALSE,
@@ -58,9 +59,9 @@ def _is_attention_types(value: object) -> bool:
 
 _NEO_ATTENTION = {
     "window_size": SIZE,
-    "attention_types": Kind(f"a list of [kinds, times], kinds {_GLOBAL!r} or {_LOCAL!r}", _is_attention_types),
+    "attention_types": FieldType(f"a list of [kinds, times], kinds {_GLOBAL!r} or {_LOCAL!r}", _is_attention_types),
     # As transformers saves it: the kinds written out, which it reads before those above
-    "attention_layers": Kind(f"a list of {_GLOBAL!r} or {_LOCAL!r}", _is_kinds).or_null(),
+    "attention_layers": FieldType(f"a list of {_GLOBAL!r} or {_LOCAL!r}", _is_kinds).or_null(),
 }
 
 

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from jaxserve.api.schema import FieldType
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
 from jaxserve.models.family import FOLDS, ModelFamily
-from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, Kind, one_of, read_fields
+from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, one_of, read_fields
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_kinds, read_windows
 from jaxserve.models.layer_tensors import MoeNames, Names, decoder_specs
 from jaxserve.models.mamba import mamba, mamba_specs, read_mamba
@@ -39,7 +40,7 @@ def _is_thetas(value: object) -> bool:
 
 _SWA_FIELDS = {
     "num_hidden_layers": SIZE,
-    "layer_rope_theta": Kind("a list of numbers, 0 for a layer without rotation", _is_thetas).or_null(),
+    "layer_rope_theta": FieldType("a list of numbers, 0 for a layer without rotation", _is_thetas).or_null(),
 }
 
 _SHARED_DEFAULTS = {
@@ -85,7 +86,11 @@ def granite_swa_arch(config: Mapping[str, Any]) -> ArchConfig:
     if thetas is not None:
         read_fields(
             {"layer_rope_theta": thetas},
-            {"layer_rope_theta": Kind(f"a list of {arch.num_layers}", lambda value: len(value) == arch.num_layers)},
+            {
+                "layer_rope_theta": FieldType(
+                    f"a list of {arch.num_layers}", lambda value: len(value) == arch.num_layers
+                )
+            },
         )
         ropes = tuple(
             dataclasses.replace(rope, theta=float(theta)) if rope and theta else None

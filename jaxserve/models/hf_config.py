@@ -9,14 +9,14 @@ from contextvars import ContextVar
 from typing import Any
 
 from jaxserve.api import schema
+from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig
 
 DTYPES = ("float32", "float16", "bfloat16")
-Kind = schema.FieldType
 
 
-def one_of(names: Collection[str]) -> Kind:
+def one_of(names: Collection[str]) -> FieldType:
     """Return the type of some strings."""
     return schema.one_of(sorted(names))
 
@@ -26,9 +26,11 @@ COUNT = schema.integer(0)
 NUMBER = schema.number()
 POSITIVE = schema.number(0, excludes_low=True)
 SWITCH = schema.SWITCH
-STRINGS = Kind("a list of strings", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value))
+STRINGS = FieldType(
+    "a list of strings", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value)
+)
 FRACTION = schema.number(0, 1, excludes_low=True)
-NUMBERS = Kind(
+NUMBERS = FieldType(
     "a list of positive numbers", lambda value: isinstance(value, list) and all(POSITIVE.holds(v) for v in value)
 )
 TABLE = schema.OBJECT
@@ -48,7 +50,7 @@ def noting_fields() -> Iterator[set[str]]:
         _read.reset(token)
 
 
-def read_fields(config: Mapping[str, Any], kinds: Mapping[str, Kind]) -> dict[str, Any]:
+def read_fields(config: Mapping[str, Any], kinds: Mapping[str, FieldType]) -> dict[str, Any]:
     """Return the values of the fields in `kinds`, None if absent; ConfigError names every field of a wrong kind."""
     if (noted := _read.get()) is not None:
         noted.update(kinds)
@@ -71,7 +73,7 @@ def read_dtype(config: Mapping[str, Any]) -> str:
 
 
 _ORIGINAL = "original_max_position_embeddings"
-_ROPE_OPTIONS: dict[str, dict[str, Kind]] = {
+_ROPE_OPTIONS: dict[str, dict[str, FieldType]] = {
     "default": {},
     "linear": {"factor": POSITIVE, _ORIGINAL: SIZE},
     "llama3": {"factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, _ORIGINAL: SIZE},
@@ -97,7 +99,7 @@ _ROPE_OPTIONS: dict[str, dict[str, Kind]] = {
 _ROPE_FIELDS = {
     "rope_type": one_of(_ROPE_OPTIONS),
     "rope_theta": POSITIVE,
-    "partial_rotary_factor": Kind("1 or null", lambda value: value is None or value == 1),
+    "partial_rotary_factor": FieldType("1 or null", lambda value: value is None or value == 1),
 }
 
 

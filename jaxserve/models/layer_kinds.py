@@ -6,8 +6,9 @@ A family reads those that its layers can follow. `check_unread` refuses the othe
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
-from jaxserve.models.hf_config import SIZE, STRINGS, SWITCH, TABLE, Kind, read_fields, read_rope
+from jaxserve.models.hf_config import SIZE, STRINGS, SWITCH, TABLE, read_fields, read_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -93,14 +94,16 @@ def by_kind(config: Mapping[str, Any], local_theta: float) -> tuple[dict[str, An
     return whole, windowed
 
 
-def _only(*values: Any) -> Kind:
+def _only(*values: Any) -> FieldType:
     """Return the kind of fields that a family does not read, with the values that say what it does anyway."""
     words = " or ".join("null" if value is None else str(value).lower() for value in values)
-    return Kind(words, lambda value: any(value == own and type(value) is type(own) for own in values))
+    return FieldType(words, lambda value: any(value == own and type(value) is type(own) for own in values))
 
 
-_ALL_ROTATED = Kind("null or a list of 1", lambda value: not value or (isinstance(value, list) and set(value) == {1}))
-NOT_READ: dict[str, Kind] = {
+_ALL_ROTATED = FieldType(
+    "null or a list of 1", lambda value: not value or (isinstance(value, list) and set(value) == {1})
+)
+NOT_READ: dict[str, FieldType] = {
     **dict.fromkeys(("sliding_window_pattern", "no_rope_layer_interval", "full_attention_interval"), _only(None, 1)),
     **dict.fromkeys(("attn_types", "attention_types", "layers_block_type", "layer_rope_theta"), _only(None)),
     **dict.fromkeys(("mlp_layer_types", "attention_chunk_size", "attn_type_list"), _only(None)),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import rms_norm
@@ -11,7 +12,7 @@ from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
 from jaxserve.models.family import FOLDS, UNGATED_FOLDS, ModelFamily
-from jaxserve.models.hf_config import COUNT, SIZE, STRINGS, SWITCH, Kind, one_of, read_fields
+from jaxserve.models.hf_config import COUNT, SIZE, STRINGS, SWITCH, one_of, read_fields
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows
 from jaxserve.models.layer_tensors import Names, decoder_specs
 
@@ -26,7 +27,7 @@ _SMOLLM3_DEFAULTS = {
 _SMOLLM3_FIELDS = {
     "num_hidden_layers": SIZE,
     "no_rope_layer_interval": SIZE,
-    "no_rope_layers": Kind(
+    "no_rope_layers": FieldType(
         "a list of 0 and 1", lambda value: isinstance(value, list) and all(COUNT.holds(v) and v < 2 for v in value)
     ).or_null(),
 }
@@ -47,7 +48,9 @@ def smollm3_arch(config: Mapping[str, Any]) -> ArchConfig:
     layers, interval = range(arch.num_layers), values["no_rope_layer_interval"]
     rotated = values["no_rope_layers"] or [int((layer + 1) % interval != 0) for layer in layers]
     if len(rotated) < len(layers):  # longer lists are cut off, as in transformers
-        read_fields({"no_rope_layers": rotated}, {"no_rope_layers": Kind(f"a list of {len(layers)}", lambda _: False)})
+        read_fields(
+            {"no_rope_layers": rotated}, {"no_rope_layers": FieldType(f"a list of {len(layers)}", lambda _: False)}
+        )
     given = read_fields(config, {"layer_types": STRINGS.or_null(), "use_sliding_window": SWITCH})
     if SLIDING in (given["layer_types"] or ()) and not given["use_sliding_window"] and config.get("sliding_window"):
         raise ConfigError(

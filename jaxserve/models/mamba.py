@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mamba import Mamba, MambaInputs
 from jaxserve.layers.norm import Norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
+from jaxserve.models.hf_config import SIZE, SWITCH, read_fields
 from jaxserve.models.layer_spec import LayerSpec
 from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import Params, ParamSpec
@@ -51,13 +52,13 @@ _FIELDS = {
     "mamba_n_heads": SIZE,
     "mamba_n_groups": SIZE,
     "mamba_d_state": SIZE,
-    "mamba_d_head": Kind("a positive integer or 'auto'", lambda value: value == "auto" or SIZE.holds(value)),
+    "mamba_d_head": FieldType("a positive integer or 'auto'", lambda value: value == "auto" or SIZE.holds(value)),
     "mamba_d_conv": SIZE,
     "mamba_expand": SIZE,
     "mamba_chunk_size": SIZE,  # has no influence on results
     "mamba_conv_bias": SWITCH,
     "mamba_proj_bias": SWITCH,
-    "time_step_limit": Kind("two numbers, 0 <= least <= greatest", _is_limit),
+    "time_step_limit": FieldType("two numbers, 0 <= least <= greatest", _is_limit),
 }
 
 

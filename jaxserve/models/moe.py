@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.norm import rms_norm
@@ -11,7 +12,7 @@ from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
 from jaxserve.models.family import FOLDS, ModelFamily
-from jaxserve.models.hf_config import COUNT, SIZE, SWITCH, Kind, read_fields, read_num_layers
+from jaxserve.models.hf_config import COUNT, SIZE, SWITCH, read_fields, read_num_layers
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows, same_windows
 from jaxserve.models.layer_tensors import GATED_SHARED, MoeNames, decoder_specs
 
@@ -47,7 +48,7 @@ _QWEN_FIELDS = {"moe_intermediate_size": SIZE, "norm_topk_prob": SWITCH}
 _SPARSE_FIELDS = {
     "num_hidden_layers": SIZE,
     "decoder_sparse_step": SIZE,
-    "mlp_only_layers": Kind("a list of layers", _is_layers).or_null(),
+    "mlp_only_layers": FieldType("a list of layers", _is_layers).or_null(),
 }
 _QWEN2_DEFAULTS = {
     "num_key_value_heads": 16,
@@ -85,7 +86,7 @@ _OLMOE_DEFAULTS = {
 }
 _OLMOE_FIELDS = {
     "norm_topk_prob": SWITCH,
-    "clip_qkv": Kind("null: bounds of q, k and v are not supported", lambda value: value is None),
+    "clip_qkv": FieldType("null: bounds of q, k and v are not supported", lambda value: value is None),
 }
 
 

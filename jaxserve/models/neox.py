@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxserve.api.schema import FieldType
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import Norm, layer_norm
@@ -16,7 +17,7 @@ from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import Heads, attention, block
 from jaxserve.models.family import UNGATED_FOLDS, Fold, ModelFamily
-from jaxserve.models.hf_config import FRACTION, POSITIVE, SWITCH, Kind, one_of, read_fields
+from jaxserve.models.hf_config import FRACTION, POSITIVE, SWITCH, one_of, read_fields
 from jaxserve.models.layer_kinds import same_windows
 from jaxserve.models.layer_tensors import Names, decoder_specs
 from jaxserve.models.params import Params
@@ -30,7 +31,7 @@ _NEOX_DEFAULTS = {
 }
 _NEOX_FIELDS = {"use_parallel_residual": SWITCH, "attention_bias": SWITCH, "rotary_pct": FRACTION}
 _PHI_DEFAULTS = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "qk_layernorm": False}
-_PHI_FIELDS = {"qk_layernorm": Kind("false: norms of q and k are not supported", lambda value: value is False)}
+_PHI_FIELDS = {"qk_layernorm": FieldType("false: norms of q and k are not supported", lambda value: value is False)}
 _STARCODER2_DEFAULTS = {
     "num_key_value_heads": 2,
     "hidden_act": "gelu_pytorch_tanh",
@@ -50,7 +51,7 @@ def neox_arch(config: Mapping[str, Any]) -> ArchConfig:
     values |= read_fields(
         {"rotary_emb_base": 1e4, **config}, {"rotary_emb_base": POSITIVE, "rope_theta": POSITIVE.or_null()}
     )
-    size = Kind("null, as hidden_size / num_attention_heads is the size of heads", lambda value: value is None)
+    size = FieldType("null, as hidden_size / num_attention_heads is the size of heads", lambda value: value is None)
     read_fields(config, {"head_dim": size})
     shared = {
         "num_key_value_heads": None,

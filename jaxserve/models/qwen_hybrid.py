@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.delta_net import GatedDelta
 from jaxserve.layers.experts import Experts
@@ -19,7 +20,7 @@ from jaxserve.models import gated_delta_net, llama, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block, project_out
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
+from jaxserve.models.hf_config import SIZE, SWITCH, read_fields
 from jaxserve.models.layer_kinds import FULL, read_kinds
 from jaxserve.models.layer_tensors import GATED_SHARED, Names, decoder_specs
 from jaxserve.models.params import Params
@@ -45,7 +46,7 @@ _FIELDS = {
     "linear_value_head_dim": SIZE,
     "linear_num_key_heads": SIZE,
     "linear_num_value_heads": SIZE,
-    "attn_output_gate": Kind("true: attention without a gate is not supported", lambda value: value is True),
+    "attn_output_gate": FieldType("true: attention without a gate is not supported", lambda value: value is True),
 }
 _NEXT_DEFAULTS = {
     "num_key_value_heads": 2,

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.flax import load_file  # numpy has no bfloat16
 
+from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError, brief
 from jaxserve.models import draft_head
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.hf_config import TABLE, Kind, read_fields
+from jaxserve.models.hf_config import TABLE, read_fields
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.spec_decode.draft_layer import LayerHead
 from jaxserve.weights import assemble
@@ -194,7 +195,7 @@ def _renamed(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
 def _feature_layers(config: dict[str, Any], target: ArchConfig) -> tuple[int, ...]:
     """Return the layers whose inputs an EAGLE-3 head reads: from its config, by default the paper's three."""
     n = target.num_layers
-    name, ids = "eagle_aux_hidden_state_layer_ids", Kind("a list", lambda value: isinstance(value, list)).or_null()
+    name, ids = "eagle_aux_hidden_state_layer_ids", FieldType("a list", lambda value: isinstance(value, list)).or_null()
     nested = read_fields(config, {"eagle_config": TABLE.or_null()})["eagle_config"] or {}
     named = read_fields(config, {name: ids})[name] or read_fields(nested, {name: ids})[name]
     layers = tuple(named or (2, n // 2, n - 3))
