@@ -37,7 +37,6 @@ SHIPPED = ("jaxserve", "pallas_kernels", "weights", "scripts")
 NOT_YET = {
     "jaxserve/layers",
     "jaxserve/layers/weight_formats",
-    "jaxserve/models",
 }
 _SECTION = re.compile(r"(?:Args|Attributes):$")
 _ENTRY = re.compile(r"    \*{0,2}\w+: (.+)")

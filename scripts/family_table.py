@@ -30,15 +30,17 @@ Outcomes = dict[str, int]  # numbers of passed and failed tests
 Results = dict[str, dict[str, Outcomes]]  # outcomes by check and architecture
 TEXT = """# Families
 
-Each family is a `ModelFamily` in a file of this folder and a line in [`registry.py`](registry.py);
-[CONTRIBUTING.md](../../CONTRIBUTING.md#the-change-map) says what a new one needs, and the
-[user guide](../README.md#models) what each supports.
+Each family is a `ModelFamily` in one of these files and a line in [`registry.py`](registry.py).
+[CONTRIBUTING.md](../../CONTRIBUTING.md#the-change-map) lists the steps to add one; the
+[user guide](../README.md#models) lists each family's features.
 
-[`scripts/family_table.py`](../../scripts/family_table.py) writes this table from the registry and from the results of
-tests in [`families.json`](../../scripts/results/families.json). Parity: logits of random tiny models within 1e-4 of
-transformers in float32, and the same greedy tokens. Tensor parallel: the same over 2, 4 and 8 virtual devices.
-Compiled: machine code of the steps of a published size, by the chip's compiler without the chip, with all layers or one
-of each kind; the pool is updated in place. The number is that of the tests.
+[`scripts/family_table.py`](../../scripts/family_table.py) writes this table from the registry and from the test results
+in [`families.json`](../../scripts/results/families.json), with the number of tests in parentheses:
+
+- **parity**: random tiny models have float32 logits within 1e-4 of transformers, and the same greedy tokens;
+- **tensor parallel**: the same over 2, 4 and 8 virtual devices;
+- **compiled**: the chip's compiler, without the chip, compiles a published model's steps to machine code, with all
+  layers or one per layer type, and updates the pool in place.
 
 """
 

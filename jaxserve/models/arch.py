@@ -23,7 +23,7 @@ class PerLayerEmbeddings(NamedTuple):
     """Table with per-layer inputs in addition to the residual stream; see `models/per_layer_embeddings.py`.
 
     Attributes:
-        vocab_size: rows of the table.
+        vocab_size: table rows.
         size: elements per token and layer.
     """
 
@@ -33,9 +33,9 @@ class PerLayerEmbeddings(NamedTuple):
 
 @dataclass(frozen=True)
 class ArchConfig:
-    """Layers, sizes and switches of a decoder.
+    """A decoder's layers, sizes and switches.
 
-    `divided` sets the number of devices, on which KV groups depend; `local` returns the sizes on one device.
+    `divided` sets the number of devices, which determines the KV groups; `local` returns the sizes on one device.
     """
 
     architecture: str  # Hugging Face class name
@@ -46,19 +46,19 @@ class ArchConfig:
     norm_eps: float
     tied_embeddings: bool = False
     eos_ids: frozenset[int] = frozenset()
-    dtype: str = "float32"  # dtype of the checkpoint
-    logit_soft_cap: float | None = None  # bound of logits: cap * tanh(logits / cap)
+    dtype: str = "float32"  # checkpoint dtype
+    logit_soft_cap: float | None = None  # bound on logits: cap * tanh(logits / cap)
     logit_scale: float = 1.0  # factor on logits
     embed_scale: float = 1.0  # factor on embeddings
     residual_scale: float = 1.0  # factor on the outputs added to the residual stream
     parallel: bool = False  # True if the MLP reads the same input as attention
-    num_devices: int = 1  # devices that share heads, if these are the sizes of the whole model
-    tensor_axis: tuple[str, ...] | None = None  # mesh axes of the split, if these are the sizes of one device
-    num_data_shards: int = 1  # sets of devices among which rows and their pages are divided
-    schemes: Schemes | None = None  # quantisation of the checkpoint's matrices
+    num_devices: int = 1  # devices that divide the heads, if sizes are the whole model's
+    tensor_axis: tuple[str, ...] | None = None  # mesh axes of the split, if sizes are one device's
+    num_data_shards: int = 1  # device sets that divide the rows and their pages
+    schemes: Schemes | None = None  # quantisation in the checkpoint
     one_kv_group: bool = False  # True if all layers keep their keys and values under the same pages
     per_layer_embeddings: PerLayerEmbeddings | None = None
-    pooler: Pooler | None = None  # pooling of a model that does not generate
+    pooler: Pooler | None = None  # pooling, for models that do not generate
 
     def __post_init__(self) -> None:
         if not self.attention_layers:
@@ -88,7 +88,7 @@ class ArchConfig:
 
     @property
     def attention(self) -> AttentionSpec:
-        """Attention of the first layer that is not recurrent; other layers may differ in windows, RoPE and KV heads."""
+        """Attention in the first layer that is not recurrent; others may differ in windows, RoPE and KV heads."""
         return self.attention_layers[0]
 
     @property
@@ -206,18 +206,18 @@ class ArchConfig:
 
     @property
     def token_axis(self) -> str | None:
-        """Mesh axis along which devices have tokens of their own, if these are the sizes of one device."""
+        """Mesh axis along which devices have different tokens, if sizes are one device's."""
         return DATA if self.tensor_axis and self.num_data_shards > 1 else None
 
     @property
     def vocab_axis(self) -> tuple[str, ...] | None:
-        """Mesh axes over which the vocabulary is split, if these are the sizes of one device."""
+        """Mesh axes over which the vocabulary is split, if sizes are one device's."""
         return MODEL if self.tensor_axis else None
 
     def within(self, max_len: int) -> "ArchConfig":
-        """Return the config for sequences of at most `max_len` tokens: a window that holds all of them is none.
+        """Return the config for sequences up to `max_len` tokens: windows that hold all tokens become None.
 
-        LongRoPE has its factors for short sequences if `max_len` is at most the length of its pre-training.
+        LongRoPE uses its short factors if `max_len` is at most its pre-training length.
         """
         windows = [window if window is not None and window < max_len else None for window in self.windows]
         return self.with_attention(window=windows, rope=[rope and rope.within(max_len) for rope in self.ropes])
@@ -245,7 +245,7 @@ class ArchConfig:
     def num_first_layers(self) -> int:
         """Number of layers before the first period: dense layers, if these come first and all others have experts.
 
-        All layers must have equal windows and states, as pages are laid out by the period.
+        It is 0 if windows or states differ, because pages are laid out by the period.
         """
         is_dense = [layer.experts is None for layer in self.layers]
         num_first = is_dense.index(False) if False in is_dense else 0

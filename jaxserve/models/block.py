@@ -1,8 +1,8 @@
-"""Decoder layer of all families: attention or a recurrent mixer, then an MLP or experts, between norms.
+"""Decoder layer for all families: attention or a recurrent mixer, then an MLP or experts, between norms.
 
 Sublayers have one signature, `sublayer(p, x, tokens, layer, arch, norm, residual) -> (y, tokens)`: they norm x if there
-is a norm, and add their outputs to `residual` if it is given. If the model is split, each device has a part of the
-heads and of the feed-forward size, and all of x.
+is a norm, and add their outputs to `residual` if it is given. If the model is split, each device has some
+heads, a fraction of the feed-forward size, and all of x.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def project_qkv(
     arch: ArchConfig,
     norm: Norm | None,
 ) -> Heads:
-    """Return queries, keys and values of every token, with norms of their own if these exist."""
+    """Return all tokens' queries, keys and values, after query and key norms if the layer has them."""
     attention = layer.attention
     T, Q, K, H = x.shape[0], attention.num_heads, attention.num_kv_heads, attention.head_dim
     qkv = linear(x, p["qkv_proj"], tokens, norm=norm, bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
@@ -49,7 +49,7 @@ def project_qkv(
 def _whole_norm(
     x: Float[Array, "T heads H"], weight: Float[Array, " inner"], eps: float, *, axis: tuple[str, ...] | None
 ) -> Float[Array, "T heads H"]:
-    """Return the norm over all heads, which other devices may have."""
+    """Apply the norm over all heads, including the heads on other devices."""
     x32 = x.astype(jnp.float32)
     mean = jnp.mean(jnp.square(x32), axis=(1, 2), keepdims=True)
     # Every head is on the same number of devices, so that the mean over devices is the mean over heads.
@@ -60,7 +60,7 @@ def _whole_norm(
 def project_out(
     p: Params, out: Float[Array, "T Q H"], tokens: TokenContext, arch: ArchConfig, residual: Residual
 ) -> Float[Array, "T D"]:
-    """Return the projection of the outputs of all heads, added to `residual` if it is given."""
+    """Project all heads' outputs; add `residual` if it is given."""
     x, bias = out.reshape(out.shape[0], -1), p.get("o_bias")
     return linear(x, p["o_proj"], tokens, bias=bias, residual=residual, axis=arch.tensor_axis)
 
@@ -76,7 +76,7 @@ def attention(
     *,
     project: Callable[..., Heads] = project_qkv,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Attend by the heads that `project` returns."""
+    """Apply attention to the heads that `project` returns."""
     q, k, v = project(p, x, tokens, layer, arch, norm)
     out, tokens = tokens.attend(q, k, v, layer, p.get("sinks"))
     return project_out(p, out, tokens, arch, residual), tokens
@@ -91,7 +91,7 @@ def mlp(
     norm: Norm | None,
     residual: Residual,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply the MLP, with a gate or without."""
+    """Apply the MLP, gated or not."""
     up, activation = "gate_up" if "gate_up_proj" in p else "up", activation_function(layer.mlp.activation)
     inner = linear(x, p[f"{up}_proj"], tokens, norm=norm, bias=p.get(f"{up}_bias"), activation=activation)
     bias = p.get("down_bias")
@@ -137,7 +137,7 @@ def feed_forward(
     norm: Norm | None,
     residual: Residual,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply the experts of a layer that has some, otherwise its MLP."""
+    """Apply the layer's experts if it has some, otherwise its MLP."""
     return (moe if "router" in p else mlp)(p, x, tokens, layer, arch, norm, residual)
 
 
@@ -154,7 +154,7 @@ def block(
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one decoder layer: x + attention or a recurrent mixer, then + MLP or experts if the layer has them.
 
-    There may be norms before these, after them or both. With `arch.parallel` both read x, by one norm or by two.
+    Norms may precede these, follow them or both. With `arch.parallel` both read x, through one norm or two.
     """
 
     def added(
@@ -170,7 +170,7 @@ def block(
 
     with jax.named_scope("attention"):
         mixer = attention if layer.state is None else recurrent
-        assert mixer is not None, "families with recurrent layers have a mixer of theirs"
+        assert mixer is not None, "families with recurrent layers pass a recurrent mixer"
         attended, tokens = added(mixer, "attention", "input_norm", x, x, tokens)
     if layer.options.spec.mlp is None and layer.options.spec.experts is None:
         return attended, tokens

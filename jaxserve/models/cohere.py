@@ -28,13 +28,13 @@ _COHERE2_DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4}
 
 
 def cohere_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of Command R or R+."""
+    """Parse a Command R or R+ config.json."""
     config = {"rope_theta": 5e5, "use_qk_norm": False, **config}
     return _arch(config, qk_norm="by_head" if read_fields(config, {"use_qk_norm": SWITCH})["use_qk_norm"] else None)
 
 
 def cohere2_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of Command R7B or A: layers with a window rotate, the others do not."""
+    """Parse a Command R7B or A config.json: layers with a window use RoPE, the others NoPE."""
     config = {**_COHERE2_DEFAULTS, **config}
     period = read_fields(config, {"sliding_window_pattern": SIZE})["sliding_window_pattern"]
     arch = _arch(config)
@@ -43,17 +43,17 @@ def cohere2_arch(config: Mapping[str, Any]) -> ArchConfig:
     return arch.with_attention(window=windows, rope=ropes)
 
 
-def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
+def _arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
     config = {**_DEFAULTS, **config}
     values = read_fields(config, _FIELDS)
     if values["model_max_length"] is not None:  # Command R and R+ were trained on fewer positions, and serve more
         config["max_position_embeddings"] = values["model_max_length"]
     scale, eps = float(values["logit_scale"]), values["layer_norm_eps"]
-    arch = llama.arch({**config, "rms_norm_eps": eps}, logit_scale=scale, parallel=True, mlp_bias=False, **facts)
+    arch = llama.arch({**config, "rms_norm_eps": eps}, logit_scale=scale, parallel=True, mlp_bias=False, **overrides)
     return arch.with_attention(rope=[rope and dataclasses.replace(rope, interleaved=True) for rope in arch.ropes])
 
 
-_FOLDS = tuple(fold for fold in FOLDS if fold.part is not None)  # two matrices read the norm
+_FOLDS = tuple(fold for fold in FOLDS if fold.part is not None)  # attention and the MLP read the same norm
 _specs = partial(decoder_specs, names=Names(mlp_norm=None, norm_parts=("weight",)))
 COHERE = ModelFamily(cohere_arch, _specs, block, layer_norm, _FOLDS)
 COHERE2 = ModelFamily(cohere2_arch, _specs, block, layer_norm, _FOLDS)

@@ -1,8 +1,8 @@
 """Decoder around the blocks: embedding, unrolled or scanned layers, final norm, logits.
 
 On CPU and GPU the layers are a list, unrolled, with the block as an inner jit; on TPU they are stacked and scanned over
-the period in which their kinds repeat.
-The KV pool travels in the `TokenContext`, so both ways update one stacked pool in place.
+the period after which their specs repeat. The KV pool is part of the `TokenContext`, so both ways update one stacked
+pool in place.
 """
 
 import dataclasses
@@ -28,11 +28,11 @@ from jaxserve.pallas_kernels.grouped_matmul import default_matmul_backend
 
 @cache
 def _inner(block: Block, matmul_backend: str) -> Block:
-    """Return a block as an inner jit, which is traced once for layers that are alike.
+    """Return the block as an inner jit, which traces layers with equal options once.
 
     Args:
-        block: layer of a family.
-        matmul_backend: `default_matmul_backend()` of the traces, a dependency that jit does not know.
+        block: a family's layer.
+        matmul_backend: `default_matmul_backend()` when tracing; only a cache key, as jit does not see this dependency.
     """
     return jax.jit(partial(block), static_argnames="arch")
 
@@ -43,7 +43,7 @@ def forward(
     token_ids: Int[Array, " T"],
     tokens: TokenContext,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Return the hidden states of every token after the final norm, and the context that the layers leave.
+    """Return all tokens' hidden states after the final norm, and the context after the last layer.
 
     If the model is split over devices, the arguments are one device's; the hidden states are whole.
     """
@@ -58,9 +58,9 @@ def forward_with_features(
     tokens: TokenContext,
     feature_layers: Sequence[int],
 ) -> tuple[Float[Array, "T D"], Float[Array, "T FD"], TokenContext]:
-    """Return the results of `forward` and, between them, the inputs of F layers side by side.
+    """Return the results of `forward` and, between them, the concatenated inputs of F layers.
 
-    Layer `arch.num_layers` stands for the output of the last one before the final norm.
+    Layer `arch.num_layers` means the last layer's output before the final norm.
     """
     family = registry.family(arch)
     with jax.named_scope("embed"):
@@ -83,7 +83,7 @@ def forward_with_features(
     def run(
         block: Block, kind: int, p: Params, x: Array, tokens: TokenContext, index: Array, inputs: Array | None
     ) -> tuple[Array, TokenContext]:
-        """Run a layer that is of the same kind as layer `kind`."""
+        """Run a layer whose spec equals layer `kind`'s."""
         options = arch.layer_options(kind)
         mixer = None if options.spec.state else options.spec.attention
         rotated = None if mixer is None else rotations[mixer.rope, mixer.head_dim]
@@ -93,7 +93,7 @@ def forward_with_features(
     num_features = len(feature_layers)
     features = jnp.zeros((num_features, *x.shape), x.dtype)
     wanted = {layer: place for place, layer in enumerate(feature_layers)}
-    place_of = [wanted.get(layer, num_features) for layer in range(start, end)]  # out of range, dropped
+    place_of = [wanted.get(layer, num_features) for layer in range(start, end)]  # out-of-range updates are dropped
 
     def keep(features: Array, layer: int, x: Array) -> Array:
         return features.at[wanted[layer]].set(x) if layer in wanted else features
@@ -136,9 +136,9 @@ def forward_with_features(
 
 
 def _stacks_in_place(p: Params) -> Params:
-    """Return the matrices of stacked layers of which the scan takes no slice: it would be a copy before a kernel.
+    """Return the stacked matrices that kernels index themselves, because slicing in the scan would copy them.
 
-    Those are matrices of experts, of which kernels read only those of the step's tokens, and quantised ones.
+    These are expert matrices, since kernels read only the experts that the step's tokens choose, and quantised ones.
     """
 
     def is_in_place(name: str, weight: Any) -> bool:
@@ -150,8 +150,8 @@ def _stacks_in_place(p: Params) -> Params:
 def embed_tokens(
     params: Params, arch: ArchConfig, token_ids: Int[Array, " T"], positions: Int[Array, " T"]
 ) -> Float[Array, "T D"]:
-    """Return the inputs of the first layer."""
-    # The dtype is that of the norms, which are never quantised.
+    """Return the first layer's inputs."""
+    # Norms determine the dtype because they are never quantised.
     dtype, ids = jax.tree.leaves(params["final_norm"])[0].dtype, all_tokens(token_ids, arch.token_axis)
     x = local_tokens(embed(ids, params["embed"], dtype=dtype, axis=arch.vocab_axis), arch.token_axis)
     if arch.embed_scale != 1.0:
@@ -162,17 +162,17 @@ def embed_tokens(
 
 
 def can_scan(arch: ArchConfig) -> bool:
-    """Return whether the kinds of layers repeat, so that the layers can be stacked and scanned."""
+    """Return whether layer specs repeat, so that layers can be stacked and scanned."""
     return 2 * arch.period <= arch.num_layers - arch.num_first_layers
 
 
 def num_layer_copies(arch: ArchConfig) -> int:
-    """Return the number of layers in the program of a model whose layers are scanned: one period, and the unrolled."""
+    """Return how many layers a scanned model's program contains: one period and the unrolled layers."""
     return arch.num_first_layers + arch.period + (arch.num_layers - arch.num_first_layers) % arch.period
 
 
 def compute_logits(params: Params, arch: ArchConfig, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-    """Return next-token logits in float32, of a device's own part of the vocabulary where that is split."""
+    """Return float32 next-token logits, for the device's shard if the vocabulary is split."""
     with jax.named_scope("logits"):
         head = params["lm_head"] if "lm_head" in params else params["embed"]
         logits = linear(hidden, head, bias=params.get("lm_head_bias"), dtype=jnp.float32)

@@ -114,14 +114,14 @@ def v2_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def v3_arch(config: Mapping[str, Any], dense_layers: Collection[int] | None = None) -> ArchConfig:
-    """Parse the config.json of DeepSeek-V3 or of a model like it."""
+    """Parse a config.json with DeepSeek-V3's fields."""
     config = {**_V3_DEFAULTS, "scoring_func": "sigmoid", **config}
     read_fields(config, {"scoring_func": one_of(["sigmoid"]), "topk_method": one_of(["noaux_tc"])})
     return _arch(config, dense_layers, sigmoid=True, group_scores=2)
 
 
 def glm_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse a GLM-4.7-Flash config.json, which may name the kind of each layer; by default the first has no experts."""
+    """Parse a GLM-4.7-Flash config.json: `mlp_layer_types` if given, else only the first layer has no experts."""
     config = {**_GLM_DEFAULTS, "first_k_dense_replace": 1, **config}
     num_dense = read_fields(config, {"first_k_dense_replace": COUNT})["first_k_dense_replace"]
 

@@ -1,7 +1,7 @@
-"""The decoder layer of draft heads.
+"""Decoder layer in draft heads.
 
-Most are published as layers of Llama, whatever the family of the model. Models that attend over latents have MTP layers
-of their own kind, which follow the others in their checkpoints.
+Most heads are published as Llama layers, whatever the target's family. Models with MLA have MTP layers like
+their own layers instead, after these in their checkpoints.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jaxserve.models.params import Params, ParamSpec
 
 
 def own_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a head's config.json, with those of the layer that the speculators library nests.
+    """Return a head's config.json with the fields that the speculators library nests merged in.
 
     Raises:
         ConfigError: `transformer_layer_config` is not an object.
@@ -34,12 +34,12 @@ def own_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_arch(config: Mapping[str, Any], tensors: Collection[str], vocab_size: int) -> ArchConfig:
-    """Read the sizes of the layer from the config.json of a head.
+    """Parse a head's config.json.
 
     Args:
-        config: content of the file.
-        tensors: names of the layer's tensors, which tell what biases and norms it has.
-        vocab_size: vocabulary of the model.
+        config: content of config.json.
+        tensors: tensor names in the layer, which show the biases and norms that it has.
+        vocab_size: the target's vocabulary size.
 
     Raises:
         ConfigError: a field is missing, malformed or not supported.
@@ -55,11 +55,11 @@ def read_arch(config: Mapping[str, Any], tensors: Collection[str], vocab_size: i
 
 
 def param_specs(arch: ArchConfig, *, wide: bool) -> list[ParamSpec]:
-    """Return one row per tensor of the layer, all of which every device has.
+    """Return one row per tensor in the layer; every device holds all tensors.
 
     Args:
-        arch: sizes of the layer.
-        wide: True if queries, keys and values are projected from two vectors side by side, which have their own norms.
+        arch: the layer's sizes.
+        wide: True if queries, keys and values are projected from two concatenated vectors, each with its own norm.
     """
     specs = [spec for spec in decoder_specs(arch) if spec.path[0] == "layers"]
     specs = [dataclasses.replace(spec, axes=(None,) * len(spec.axes)) for spec in specs]
@@ -73,16 +73,16 @@ def param_specs(arch: ArchConfig, *, wide: bool) -> list[ParamSpec]:
 
 
 def following_arch(target: ArchConfig) -> ArchConfig:
-    """Return the sizes of the layer that follows those of a model, as a model of this layer alone."""
+    """Return the sizes of the layer that follows the target's layers, as a one-layer model."""
     return dataclasses.replace(target, layers=target.layers[-1:])
 
 
 def following_specs(arch: ArchConfig, prefix: str) -> list[ParamSpec]:
-    """Return one row per tensor of an MTP layer in the checkpoint of a model, which is split as the model's layers are.
+    """Return one row per tensor in an MTP layer, which is sharded like the target's layers.
 
     Args:
-        arch: sizes of a model of this layer alone.
-        prefix: beginning of the names of its tensors.
+        arch: sizes as a one-layer model.
+        prefix: prefix in the target's checkpoint.
     """
     D = arch.hidden_size
 
@@ -93,7 +93,7 @@ def following_specs(arch: ArchConfig, prefix: str) -> list[ParamSpec]:
     def norm(name: str, hf_name: str) -> ParamSpec:
         return ParamSpec((name,), (D,), (None,), (f"{prefix}{hf_name}.weight",), (D,), "ones")
 
-    copies = (f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight")  # of the model's
+    copies = (f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight")  # copies: the target's own are used
     return [
         *(renamed(spec) for spec in registry.param_specs(arch) if spec.path[0] == "layers"),
         norm("embedding_norm", "enorm"),
@@ -111,13 +111,13 @@ def block(
     arch: ArchConfig,
     residual: Float[Array, "T D"] | None = None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply the layer to tokens; see `decoder.forward`.
+    """Apply the layer; see `decoder.forward`.
 
     Args:
-        p: parameters of the layer.
-        x: inputs of the layer; if `residual` is given, normed inputs of attention only.
-        tokens: the tokens.
-        arch: sizes of the layer.
+        p: the layer's parameters.
+        x: layer inputs; if `residual` is given, normed inputs for attention only.
+        tokens: the tokens' context.
+        arch: the layer's sizes.
         residual: residual stream before attention; None if it is `x`.
     """
     family = registry.family(arch)

@@ -1,4 +1,4 @@
-"""ModelFamily: what one kind of model is, as a value."""
+"""ModelFamily: the functions that define a model family, as a value; FLOP counts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from jaxserve.layers.token_context import TokenContext
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import LAYER_PROJECTION, ParamSpec
 
-# block(params of the layer, x[T,D], tokens, layer, arch=) -> (x[T,D], tokens of the layers after it)
+# block(layer params, x[T,D], tokens, layer, arch=) -> (x[T,D], tokens for the next layer)
 Block = Callable[..., tuple[Array, TokenContext]]
 
 
 class Fold(NamedTuple):
-    """Place in a layer where a factor per channel can move from the inputs of a matrix to what computes them.
+    """Pair of tensors in a layer between which per-channel factors can move: from a matrix's inputs to their source.
 
     Attributes:
-        source: name of the norm or matrix whose outputs are the inputs, up to products with other factors.
-        target: name of the only matrix that reads them.
-        part: index of the checkpoint tensor of the source matrix whose rows are the channels; None for a norm. Those
-            of a key-value head are read once for each query head of its group.
+        source: norm or matrix whose outputs are the inputs, perhaps after elementwise multiplication.
+        target: the only matrix that reads them.
+        part: index in the source's `hf_names` of the tensor whose rows are the channels; None for a norm. Each query
+            head in a group reads the channels of the group's KV head.
     """
 
     source: str
@@ -41,17 +41,17 @@ UNGATED_FOLDS = (*FOLDS[:2], Fold("mlp_norm", "up_proj"))
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A structure that checkpoints of some architectures share.
+    """Model structure that one or more architectures share.
 
     Attributes:
-        read_arch: function that reads a config.json; raises ConfigError for settings that are not supported.
-        param_specs: function that returns one row per tensor of a model. The decoder reads `embed`, `final_norm` and,
-            unless tied, `lm_head`; the block reads what is under `("layers", layer)`, by names of its own.
-        block: one decoder layer, a pure function. Attention rotates dimension i of a head with i + H / 2.
-        norm: function of the norms of layers and of the last one, see `layers.norm`.
-        folds: places in each layer, for calibrated quantisation.
-        layer_inputs: function of the parameters, the sizes, token ids [T] and their embeddings [T, D] that returns what
-            each layer reads of the tokens besides, [L, T, size], or None; a block has its own as `LayerContext.inputs`.
+        read_arch: parser for config.json; raises ConfigError for unsupported settings.
+        param_specs: function that returns one row per tensor. The decoder reads `embed`, `final_norm` and, unless tied,
+            `lm_head`; the block reads the tensors under `("layers", layer)`, whose names it chooses.
+        block: one decoder layer, a pure function. Attention rotates a head's dimension i with i + H / 2.
+        norm: norm function for all layers and the final norm; see `layers.norm`.
+        folds: pairs of tensors in each layer between which calibrated quantisation may move factors.
+        layer_inputs: function from parameters, ArchConfig, token ids [T] and their embeddings [T, D] to the layers'
+            inputs [L, T, size] in addition to the residual stream, or None; a block reads `LayerContext.inputs`.
     """
 
     read_arch: Callable[[Mapping[str, Any]], ArchConfig]
@@ -68,18 +68,18 @@ class ModelFamily:
 
 
 def widest_output(specs: list[ParamSpec]) -> int:
-    """Return the size of a token's largest product with a matrix of a layer, on the device that has these rows."""
+    """Return the size of a token's largest matmul output in a layer, on the device that holds these rows."""
     return max(spec.token_rows for spec in specs if spec.is_matrix and spec.path[0] == "layers")
 
 
 @dataclass(frozen=True)
 class FlopCounts:
-    """Floating-point operations of a step, two for each product of a weight or a score.
+    """Floating-point operations in a step; a multiply-add counts as two.
 
     Attributes:
-        per_token: operations of the layers' matrices and states for a token.
-        per_row: operations of the logits of a row, or of its labels.
-        per_score: operations of a query-key pair, of all heads, in one layer; the mean of layers that differ.
+        per_token: FLOPs per token in the layers' matmuls and recurrent states.
+        per_row: FLOPs per row for its logits, or its labels.
+        per_score: FLOPs per query-key pair for all heads in one layer; the mean if layers differ.
     """
 
     per_token: int
@@ -88,9 +88,9 @@ class FlopCounts:
 
     @classmethod
     def of(cls, arch: ArchConfig, specs: list[ParamSpec]) -> "FlopCounts":
-        """Count the rows of a model, or of one device's part of it."""
+        """Count the FLOPs of the whole model, or of one device's part if `arch` has one device's sizes."""
         matrices = [spec for spec in specs if spec.is_matrix and spec.path[0] in ("layers", LAYER_PROJECTION)]
-        # A device with rows of its own computes the attention and the MLP of its share of the tokens alone.
+        # Under data-parallel attention each device computes attention and MLP only for its own tokens.
         num_shares = arch.num_data_shards if arch.token_axis else 1
         layers = sum(
             spec.mean_token_rows * spec.shape[1] // (num_shares if spec.experts is None else 1) for spec in matrices
@@ -101,11 +101,11 @@ class FlopCounts:
         return cls(2 * layers + of_states, 2 * head, per_score)
 
     def step(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
-        """Return the operations of a step.
+        """Return a step's FLOPs.
 
         Args:
             num_tokens: tokens on the token axis.
             num_rows: rows whose logits are computed.
-            num_scores: query-key pairs of one head, summed over the layers.
+            num_scores: query-key pairs in one head, summed over the layers.
         """
         return num_tokens * self.per_token + num_rows * self.per_row + num_scores * self.per_score

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (arXiv 2412.06464) of a block: its tensors, and its computation around `layers/delta_net.py`."""
+"""Gated DeltaNet sublayer (arXiv 2412.06464): tensors, and the computation around `layers/delta_net.py`."""
 
 from typing import Any
 
@@ -17,13 +17,14 @@ from jaxserve.models.params import Params, ParamSpec
 
 
 def delta_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig, *, is_grouped: bool) -> list[ParamSpec]:
-    """Return one row per tensor of a layer's Gated DeltaNet, without the norm before it.
+    """Return one row per tensor in the Gated DeltaNet, without the norm before it.
 
     Args:
-        rows: constructor of the layer's rows.
+        rows: constructor for the layer's rows.
         layer: the layer.
         arch: the model.
-        is_grouped: True if the rows of both projections are sorted by key heads, each with what belongs to it.
+        is_grouped: True if both projections sort their rows by key head, each with its value heads' rows; False if
+            queries, keys, values and gates follow each other.
     """
     sizes, D = layer.state, arch.hidden_size
     assert isinstance(sizes, GatedDelta), "recurrent layers are Gated DeltaNets here"
@@ -70,7 +71,7 @@ def delta(
     *,
     is_grouped: bool,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply Gated DeltaNet: a sublayer of `models.block`; for `is_grouped` see `delta_specs`."""
+    """Apply Gated DeltaNet; a sublayer for `models.block`. For `is_grouped` see `delta_specs`."""
     sizes, T, normed = layer.state, x.shape[0], norm(x)
     assert isinstance(sizes, GatedDelta), "recurrent layers are Gated DeltaNets here"
     K, keys, values = sizes.num_key_heads, sizes.key_size, sizes.value_size

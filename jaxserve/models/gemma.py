@@ -36,7 +36,7 @@ _FIELDS = {
 
 
 def gemma2_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Read a Gemma 2 config.json."""
+    """Parse a Gemma 2 config.json."""
     soft_caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     config = {**_DEFAULTS, **soft_caps, **config}
     period = FieldType("2 or null", lambda value: value in (2, None))
@@ -45,7 +45,7 @@ def gemma2_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def gemma3_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Read the config.json of a Gemma 3 text model; those of text parts leave out most of what is the default."""
+    """Parse a Gemma 3 text config.json, which may omit fields with default values."""
     sizes = {"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072}
     config = {**_DEFAULTS, **sizes, "rope_theta": 1e6, "rope_local_base_freq": 1e4, **config}
     fields = {"sliding_window_pattern": SIZE, "attn_logit_softcapping": FieldType("null", lambda value: value is None)}
@@ -54,7 +54,7 @@ def gemma3_arch(config: Mapping[str, Any]) -> ArchConfig:
     full, local = by_kind(config, float(theta))
     arch, local_rope = _arch(full, period, qk_norm="shared"), read_rope(local)
     ropes = [rope if window is None else local_rope for rope, window in zip(arch.ropes, arch.windows, strict=True)]
-    # The length of checkpoints is the extended one, as in vLLM: the factor of their linear RoPE is not applied again.
+    # As in vLLM: checkpoints specify the extended length, so the linear RoPE factor is not applied again.
     longest = min(arch.max_position, read_fields(config, {"max_position_embeddings": SIZE})["max_position_embeddings"])
     return dataclasses.replace(arch.with_attention(rope=ropes), max_position=longest)
 

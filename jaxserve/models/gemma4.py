@@ -1,4 +1,4 @@
-"""Gemma 4: KV heads of two sizes, layers that read others' keys and values, inputs of layers, experts beside MLPs."""
+"""Gemma 4: two KV head sizes, KV sharing between layers, per-layer embeddings, experts alongside MLPs."""
 
 import dataclasses
 import math
@@ -69,12 +69,12 @@ _FIELDS = {
 
 
 def arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Read the config.json of a Gemma 4 text model; those of text parts leave out most of what is the default."""
+    """Parse a Gemma 4 text config.json, which may omit fields with default values."""
     config = {**_DEFAULTS, **config}
     values = read_fields(config, _FIELDS)
     num_layers = values["num_hidden_layers"]
     kinds = read_kinds(config, num_layers, full_every(6))
-    kinds = [*kinds[:-1], FULL]  # whatever it says, as in transformers
+    kinds = [*kinds[:-1], FULL]  # whatever the file specifies, as in transformers
     windows = layer_windows(kinds, values["sliding_window"])
     rope, both = values["rope_parameters"] or _ROPES, dict.fromkeys(_ROPES, TABLE)
     tables = read_fields(rope if {*_ROPES} & {*rope} else dict.fromkeys(_ROPES, rope), both)
@@ -123,7 +123,7 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def _read_global_heads(values: Mapping[str, Any], kinds: list[str]) -> HeadVectors:
-    """Read the KV heads of layers with full attention, by fields of their own or, in newer files, by layer."""
+    """Read the KV heads for full attention from the global fields or, in newer files, from `per_layer_config`."""
     own = {"head_dim": values["head_dim"], "num_key_value_heads": values["num_key_value_heads"]}
     heads, tables = {**own, "head_dim": values["global_head_dim"]}, values["per_layer_config"]
     if values["attention_k_eq_v"] and values["num_global_key_value_heads"]:
@@ -147,7 +147,7 @@ def _read_global_heads(values: Mapping[str, Any], kinds: list[str]) -> HeadVecto
 
 
 def _layer_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
-    """Return the rows of a layer's scalar, of what the router and the experts read and return, and of its input."""
+    """Return a layer's rows that only Gemma 4 has: scalar, router and expert norms, per-layer input."""
     D, ones = arch.hidden_size, "ones"
     specs = [rows.vector("scalar", None, ["layer_scalar"], [1], ones), *per_layer_embeddings.layer_specs(rows, arch)]
     if layer.experts is not None:
@@ -163,14 +163,14 @@ def _layer_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSp
 
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return one row per tensor of the model."""
+    """Return one row per tensor."""
     return decoder_specs(arch, _NAMES, _MOE, more=_layer_specs) + per_layer_embeddings.table_specs(arch)
 
 
 def block(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply one decoder layer and the layer's input, and scale the result."""
+    """Apply one decoder layer, add the per-layer input, and scale the result."""
     x, tokens = _block(p, x, tokens, layer, arch=arch)
     if layer.inputs is not None:
         with jax.named_scope("layer_input"):
@@ -187,7 +187,7 @@ def _feed_forward(
     norm: Norm,
     residual: None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply the MLP and, alongside it, the experts of a layer that has some."""
+    """Apply the MLP and, if the layer has experts, these alongside it."""
     eps = arch.norm_eps
     out, tokens = mlp(p, x, tokens, layer, arch, norm, residual)
     if "router" in p:
@@ -200,14 +200,14 @@ def _feed_forward(
 def _project(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, arch: ArchConfig, norm: Norm
 ) -> Heads:
-    """Return queries, keys and values, normed by head; None for those of another layer."""
+    """Return queries, keys and values, normed by head; keys and values are None if the layer reads another's."""
     H, Q = layer.attention.head_dim, layer.attention.num_heads
     heads = linear(x, p["qkv_proj"], tokens, norm=norm, bias=p.get("qkv_bias")).reshape(x.shape[0], -1, H)
     q, others = rms_norm(heads[:, :Q], p["q_norm"], arch.norm_eps), heads[:, Q:]
     if "k_norm" not in p:
         return q, None, None
     K = layer.attention.num_kv_heads
-    k, v = others[:, :K], others[:, -K:]  # the same where one product makes both
+    k, v = others[:, :K], others[:, -K:]  # the same if one projection makes both
     return q, rms_norm(k, p["k_norm"], arch.norm_eps), rms_norm(v, jnp.ones(H, x.dtype), arch.norm_eps)
 
 

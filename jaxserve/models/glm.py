@@ -1,4 +1,4 @@
-"""GLM-4 (9B and 32B, dense): half of each head rotated, in neighbouring pairs; norms behind attention and MLP too."""
+"""GLM-4 (9B and 32B, dense): interleaved RoPE on half of each head; `Glm4ForCausalLM` also has post-norms."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _DEFAULTS = {
 
 
 def arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of a dense GLM or GLM-4 model."""
+    """Parse a dense GLM or GLM-4 config.json."""
     parsed = llama.arch({**_DEFAULTS, **config}, rope_fraction=0.5, o_bias=False, mlp_bias=False)
     return parsed.with_attention(rope=[rope and dataclasses.replace(rope, interleaved=True) for rope in parsed.ropes])
 

@@ -35,7 +35,7 @@ _FALSE = FieldType("false", lambda value: value is False)
 _GPT2_SWITCHES = {
     "scale_attn_weights": SWITCH,
     "scale_attn_by_inverse_layer_idx": _FALSE,
-    "reorder_and_upcast_attn": SWITCH,  # an order of computation; scores are float32 either way
+    "reorder_and_upcast_attn": SWITCH,  # only changes the order; scores are float32 either way
     "add_cross_attention": _FALSE,
 }
 _GLOBAL, _LOCAL = "global", "local"
@@ -60,7 +60,7 @@ def _is_attention_types(value: object) -> bool:
 _NEO_ATTENTION = {
     "window_size": SIZE,
     "attention_types": FieldType(f"a list of [kinds, times], kinds {_GLOBAL!r} or {_LOCAL!r}", _is_attention_types),
-    # As transformers saves it: the kinds written out, which it reads before those above
+    # transformers saves one kind per layer, and prefers it to attention_types
     "attention_layers": FieldType(f"a list of {_GLOBAL!r} or {_LOCAL!r}", _is_kinds).or_null(),
 }
 
@@ -92,7 +92,7 @@ def gpt_neo_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def _arch(config: Mapping[str, Any], names: tuple[str, ...], **overrides: Any) -> ArchConfig:
-    """Parse the fields that the families share, five of them by `names`: width, layers, heads, MLP, positions."""
+    """Parse the fields that both families have; `names` are theirs for width, layers, heads, MLP and positions."""
     width, layers, heads, inner, positions = names
     sizes = {width: SIZE, layers: SIZE, heads: SIZE, inner: SIZE.or_null(), positions: SIZE}
     config = {**_DEFAULTS, **config}

@@ -1,4 +1,4 @@
-"""gpt-oss: Llama's attention with sinks and windows in every other layer, experts with biases and a clamped SwiGLU."""
+"""gpt-oss: Llama's attention with sinks, sliding windows in every other layer, experts with biases, clamped SwiGLU."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -64,9 +64,9 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def _moe_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
-    """Return the rows of a layer's router and experts, whose tensors have all experts: [E, in, out] unless quantised.
+    """Return rows for a layer's router and experts; a tensor has all experts, [E, in, out] unless quantised.
 
-    Rows of a gate and of the up projection alternate, on devices too.
+    Gate and up projection rows alternate, on devices too.
     """
     experts = layer.experts
     assert experts is not None, "every model of this family has experts"

@@ -1,6 +1,6 @@
-"""Granite 3 and 4: Llama's layers, with factors on what they add.
+"""Granite 3 and 4: Llama's layers, with factors on embeddings, scores, residuals and logits.
 
-They are dense or have experts, and some have sliding windows, or Mamba-2 in place of attention in most layers.
+Models are dense or have experts; some have sliding windows, or Mamba-2 in place of attention in most layers.
 """
 
 import dataclasses
@@ -53,20 +53,20 @@ _SHARED_DEFAULTS = {
 }
 _SHARED_FIELDS = {"num_hidden_layers": SIZE, "num_local_experts": COUNT, "shared_intermediate_size": COUNT}
 _HYBRID_FIELDS = {"position_embedding_type": one_of(["rope", "nope"]).or_null()}
-_ATTENTION = ("attention", FULL)  # the first is the name in published checkpoints, the second transformers'
-_MAMBA = ("mamba", "linear_attention")  # likewise
+_ATTENTION = ("attention", FULL)  # name in published checkpoints, name in transformers
+_MAMBA = ("mamba", "linear_attention")  # in the same order
 _MOE_NAMES = MoeNames(
     router="block_sparse_moe.router.layer",
     parts=(),
     stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
     shared=("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear"),
 )
-# Without experts, layers have the shared MLP alone.
+# Without experts, a layer only has the shared MLP.
 _MLP_NAMES = Names(gate_up=("shared_mlp.input_linear",) * 2, down="shared_mlp.output_linear")
 
 
 def granite_arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
-    """Parse the config.json of a Granite model; `overrides` as in `llama.arch`."""
+    """Parse a Granite config.json; `overrides` as in `llama.arch`."""
     values = read_fields({**dict.fromkeys(_FACTORS, 1.0), **config}, _FACTORS)
     return llama.arch(
         config,
@@ -79,7 +79,7 @@ def granite_arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
 
 
 def granite_swa_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of a Granite model with sliding windows."""
+    """Parse a GraniteSWA config.json."""
     config = {**_SWA_DEFAULTS, **config}
     arch, values = granite_arch(config), read_fields(config, _SWA_FIELDS)
     ropes, thetas = arch.ropes, values["layer_rope_theta"]
@@ -101,12 +101,12 @@ def granite_swa_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def moe_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of a Granite model with experts alone."""
+    """Parse a GraniteMoe config.json: experts only, without shared experts."""
     return granite_arch(config, experts=moe.read_experts({**_SHARED_DEFAULTS, **config}), mlp_bias=False)
 
 
 def shared_moe_arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
-    """Parse the config.json of a Granite model with an MLP of every token, beside experts or without any."""
+    """Parse a GraniteMoeShared config.json: shared experts alongside experts, or an MLP if `num_local_experts` is 0."""
     config = {**_SHARED_DEFAULTS, **config}
     values = read_fields(config, _SHARED_FIELDS)
     shared_size = values["shared_intermediate_size"]
@@ -118,7 +118,7 @@ def shared_moe_arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
 
 
 def hybrid_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of a Granite 4 model, whose layers have attention or Mamba-2."""
+    """Parse a GraniteMoeHybrid config.json: layers have attention or Mamba-2."""
     config = {**_SHARED_DEFAULTS, "shared_intermediate_size": 1024, **config}
     has_rope = read_fields(config, _HYBRID_FIELDS)["position_embedding_type"] == "rope"
     arch = shared_moe_arch(config, **({} if has_rope else {"rope": None}))
@@ -129,7 +129,7 @@ def hybrid_arch(config: Mapping[str, Any]) -> ArchConfig:
 _swa_specs = partial(decoder_specs, names=Names(sinks="self_attn.sinks"))
 _moe_specs = partial(decoder_specs, names=_MLP_NAMES, moe=_MOE_NAMES, mixer_specs=mamba_specs)
 GRANITE = ModelFamily(granite_arch, decoder_specs, block, rms_norm, FOLDS)
-_FOLDS = FOLDS[:2]  # the norm before experts, where there are any, feeds the router too
+_FOLDS = FOLDS[:2]  # the norm before experts also feeds the router
 GRANITE_MOE = ModelFamily(moe_arch, _moe_specs, block, rms_norm, _FOLDS)
 GRANITE_MOE_SHARED = ModelFamily(shared_moe_arch, _moe_specs, block, rms_norm, _FOLDS)
 GRANITE_MOE_HYBRID = ModelFamily(hybrid_arch, _moe_specs, partial(block, recurrent=mamba), rms_norm, _FOLDS)

@@ -1,6 +1,6 @@
-"""Parser of config.json: fields are checked as they are read, and have the same meaning as in transformers.
+"""Parser for config.json: fields are checked as they are read, and mean the same as in transformers.
 
-Defaults that depend on the family are merged into the config by the family before it reads fields.
+A family merges its defaults into the config before it reads fields.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -17,7 +17,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def one_of(names: Collection[str]) -> FieldType:
-    """Return the type of some strings."""
+    """Return the type whose values are these strings."""
     return schema.one_of(sorted(names))
 
 
@@ -41,7 +41,7 @@ _read: ContextVar[set[str] | None] = ContextVar("read", default=None)
 
 @contextmanager
 def noting_fields() -> Iterator[set[str]]:
-    """Collect the names of all fields that are read, in the set that this returns."""
+    """Collect the names of all fields that are read inside the context, in the set that it yields."""
     names: set[str] = set()
     token = _read.set(names)
     try:
@@ -51,7 +51,7 @@ def noting_fields() -> Iterator[set[str]]:
 
 
 def read_fields(config: Mapping[str, Any], kinds: Mapping[str, FieldType]) -> dict[str, Any]:
-    """Return the values of the fields in `kinds`, None if absent; ConfigError names every field of a wrong kind."""
+    """Return the values of the fields in `kinds`, None if absent; ConfigError lists all fields with a wrong type."""
     if (noted := _read.get()) is not None:
         noted.update(kinds)
     values = {name: config.get(name) for name in kinds}
@@ -61,7 +61,6 @@ def read_fields(config: Mapping[str, Any], kinds: Mapping[str, FieldType]) -> di
 
 
 def read_num_layers(config: Mapping[str, Any]) -> int:
-    """Return the number of layers."""
     return int(read_fields(config, {"num_hidden_layers": SIZE})["num_hidden_layers"])
 
 
@@ -104,7 +103,7 @@ _ROPE_FIELDS = {
 
 
 def _same_for_all(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the parameters of rotations, which newer files may give by the kind of layer."""
+    """Return the RoPE parameters; newer files may repeat them per layer type, all equal."""
     by_kind = {name: value for name, value in raw.items() if name.endswith("_attention")}
     if not by_kind:
         return raw
@@ -121,8 +120,8 @@ def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) 
 
     Args:
         config: content of config.json.
-        default_fraction: part of heads that is rotated if `partial_rotary_factor` is absent; None if all of a head is,
-            and may not be given another value.
+        default_fraction: rotated fraction of each head if `partial_rotary_factor` is absent; None if heads are always
+            rotated whole.
 
     Raises:
         ConfigError: the scaling is not supported, or one of its parameters is missing or malformed.
@@ -133,7 +132,7 @@ def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) 
     raw = _same_for_all(raw)
     shared = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
     kind = raw.get("rope_type") or raw.get("type") or "default"
-    is_whole = kind == "proportional"  # its fraction is one of pairs, all of which have a place in the rotation
+    is_whole = kind == "proportional"  # its fraction counts pairs, and the others rotate by 0
     kinds = _ROPE_FIELDS if default_fraction is None else {**_ROPE_FIELDS, "partial_rotary_factor": FRACTION}
     if is_whole:
         kinds = {**_ROPE_FIELDS, "partial_rotary_factor": FRACTION.or_null()}
@@ -154,7 +153,7 @@ def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) 
 
 
 def max_position(max_position_embeddings: int, rope: RopeConfig) -> int:
-    """Return the number of positions that the model can serve, derived as in vLLM.
+    """Return the maximum number of positions, derived as in vLLM.
 
     Linear and YaRN scaling extend the pre-trained length by `factor`. That length is
     `original_max_position_embeddings` if the checkpoint has it, because then `max_position_embeddings` may already be
@@ -168,7 +167,7 @@ def max_position(max_position_embeddings: int, rope: RopeConfig) -> int:
 
 
 def token_id_set(value: Any) -> frozenset[int]:
-    """Parse the end-of-sequence ids of Hugging Face: null, a number or a list; ConfigError for anything else."""
+    """Parse `eos_token_id`: null, an id or a list; ConfigError for anything else."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise ConfigError(f"eos_token_id must be a token id, a list of them or null, got {value!r}")

@@ -1,6 +1,6 @@
-"""Kinds of layers: the one reader of fields that say which layers have windows, rotations, experts or states.
+"""Layer types: reads the fields that specify which layers have windows, RoPE, experts or recurrent states.
 
-A family reads those that its layers can follow. `check_unread` refuses the others, unless they say nothing.
+A family reads the fields that it supports. `check_unread` rejects all others unless they have no effect.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def full_every(period: int) -> Callable[[int], str]:
-    """Return the function of a layer that gives the last of each period full attention, the others a window."""
+    """Return a function from layer index to type: full attention for each period's last layer, else a window."""
     return lambda layer: SLIDING if (layer + 1) % period else FULL
 
 
@@ -25,17 +25,17 @@ def read_kinds(
     known: Collection[str] = (FULL, SLIDING),
     field: str = "layer_types",
 ) -> list[str]:
-    """Return the kind of each layer.
+    """Return each layer's type.
 
     Args:
         config: content of config.json.
         num_layers: number of layers.
-        default: function of a layer that returns its kind where the field is absent.
-        known: kinds that the family has.
-        field: name of the field.
+        default: function from layer index to type, used if the field is absent.
+        known: types that the family supports.
+        field: field name.
 
     Raises:
-        ConfigError: the field does not name a known kind for each layer.
+        ConfigError: the field does not name a known type for each layer.
     """
     kinds = read_fields(config, {field: STRINGS.or_null()})[field]
     kinds = [default(layer) for layer in range(num_layers)] if kinds is None else kinds
@@ -46,20 +46,20 @@ def read_kinds(
 
 
 def layer_windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer by its kind."""
+    """Return each layer's window, by its type."""
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def read_windows(
     config: Mapping[str, Any], num_layers: int, default: Callable[[int], str], *, has_switch: bool = False
 ) -> tuple[int | None, ...]:
-    """Return the window of each layer by `layer_types`, or by default, and `sliding_window`.
+    """Return each layer's window: `sliding_window` in layers with a window by `layer_types`, or by default.
 
     Args:
         config: content of config.json.
         num_layers: number of layers.
         default: see `read_kinds`.
-        has_switch: True if `use_sliding_window` must be true for any window.
+        has_switch: True if there are no windows unless `use_sliding_window` is true.
     """
     kinds = read_kinds(config, num_layers, default)
     if has_switch and not read_fields(config, {"use_sliding_window": SWITCH})["use_sliding_window"]:
@@ -68,19 +68,19 @@ def read_windows(
 
 
 def same_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return `sliding_window` as the window of every layer."""
+    """Return `sliding_window` as every layer's window."""
     values = read_fields(config, {"num_hidden_layers": SIZE, "sliding_window": SIZE.or_null()})
     return (values["sliding_window"],) * values["num_hidden_layers"]
 
 
 def by_kind(config: Mapping[str, Any], local_theta: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the config.json of models all of whose layers rotate as those without a window, and as those with one.
+    """Return config.json with the RoPE for full attention in all layers, and with the RoPE for sliding windows.
 
-    In the new spelling, rotations are given by kind; the old one scales those of layers without a window alone.
+    Newer files specify RoPE by layer type; in older files scaling only applies to layers without a window.
 
     Args:
         config: content of config.json, with `rope_theta`.
-        local_theta: base of rotations in layers with a window, unless their own parameters have one.
+        local_theta: RoPE base in layers with a window, unless their parameters have one.
     """
     values = read_fields(config, {"rope_parameters": TABLE.or_null(), "rope_scaling": TABLE.or_null()})
     tables, scaling = values["rope_parameters"] or {}, values["rope_scaling"] or {}
@@ -95,7 +95,7 @@ def by_kind(config: Mapping[str, Any], local_theta: float) -> tuple[dict[str, An
 
 
 def _only(*values: Any) -> FieldType:
-    """Return the kind of fields that a family does not read, with the values that say what it does anyway."""
+    """Return the type for a field that a family does not read, with only the values that have no effect."""
     words = " or ".join("null" if value is None else str(value).lower() for value in values)
     return FieldType(words, lambda value: any(value == own and type(value) is type(own) for own in values))
 
@@ -125,13 +125,13 @@ NOT_READ: dict[str, FieldType] = {
 def check_unread(
     config: Mapping[str, Any], read: Collection[str], windows: Sequence[int | None], architecture: str
 ) -> None:
-    """Raise a ConfigError if fields that change results say something, and the family has not read them.
+    """Raise a ConfigError if fields that the family has not read would change results.
 
     Args:
         config: content of config.json.
-        read: names of the fields that the family has read.
-        windows: window of each layer.
-        architecture: name of the family, for the message.
+        read: fields that the family has read.
+        windows: each layer's window.
+        architecture: name for the message.
     """
     wrong = [
         f"{name} must be {kind.words}, got {config[name]!r}"

@@ -1,4 +1,4 @@
-"""LayerSpec: one decoder layer. An architecture is a list of layer specs; all else follows from it.
+"""LayerSpec: one decoder layer. An architecture is a list of layer specs; all else is derived from it.
 
 A layer has one mixer and a feed-forward part: an MLP, experts, both or none.
 
@@ -14,9 +14,9 @@ A layer has one mixer and a feed-forward part: an MLP, experts, both or none.
 | an MLP alongside experts | both |
 | self-attention, cross attention and an MLP, as in encoder-decoder models | two specs, the first without an MLP |
 
-Layers are alike if their specs are equal. `ArchConfig.period`, which is stacked and scanned, is the
-list's period; KV groups and positions in them (`models/kv_layout.py`) follow from the mixers. The table with per-layer
-inputs (`models/per_layer_embeddings.py`) has rows for all layers, so that it belongs to the model.
+`ArchConfig.period`, which is stacked and scanned, is the period after which equal specs repeat; KV groups and positions
+in them (`models/kv_layout.py`) are derived from the mixers. The table with per-layer inputs
+(`models/per_layer_embeddings.py`) has rows for all layers, so it belongs to the model.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class MlaSizes(NamedTuple):
         nope_dim: elements per query head and key that are not rotated.
         value_dim: elements per value.
         q_rank: size between the two matrices of queries; None if they have one.
-        interleaved: True if neighbouring elements are rotated together; False for interleaved halves.
+        interleaved: True if elements 2i and 2i + 1 are rotated together; False for i and i + rope_dim / 2.
     """
 
     nope_dim: int
@@ -210,15 +210,15 @@ class LayerOptions(NamedTuple):
     def share(
         self, k: Array | None, v: Array | HeadMatrices | None, shared: Mapping[int, tuple[Array, Array]]
     ) -> tuple[Array, Array | HeadMatrices, Mapping[int, tuple[Array, Array]]]:
-        """Return the keys and values of a step's tokens in this layer, and those that later layers share.
+        """Return this layer's keys and values for the step's tokens, and the ones that later layers may read.
 
         Args:
             k: keys that the layer makes; None if it reads another's.
-            v: its values, or the matrices that make them of latents; None if it reads another's.
+            v: values, or the matrices that expand latents to values; None if it reads another's.
             shared: keys and values of earlier layers, by layer.
         """
         if k is None:
-            assert self.kv_source is not None, "a layer has keys, its own or those of another"
+            assert self.kv_source is not None, "a layer has keys, its own or another's"
             return *shared[self.kv_source], shared
         assert v is not None, "keys have values"
         if self.kv_source is None:

@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.x, and the decoder block, which Mistral and Qwen share."""
+"""Llama 2, 3 and 3.x, and the config parser that most families share."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -62,17 +62,17 @@ def arch(
     activation: str = "swiglu",
     **overrides: Any,
 ) -> ArchConfig:
-    """Parse a Llama config.json; other families pass what differs.
+    """Parse a Llama config.json; other families pass their differences.
 
     Args:
         config: content of config.json.
         rope_fraction: see `read_rope`.
-        windows: sliding window of each layer.
-        experts: experts of the layers that are not dense.
+        windows: each layer's sliding window.
+        experts: experts in layers that are not dense.
         dense_layers: layers with an MLP although others have experts.
-        mlp_bias: True if MLPs have biases, by default `mlp_bias` of the file.
+        mlp_bias: True if MLPs have biases; None for the file's `mlp_bias`.
         activation: see `MlpSpec`.
-        overrides: fields of each layer's attention, or of the result.
+        overrides: `AttentionSpec` fields for all layers, or `ArchConfig` fields.
 
     Raises:
         ConfigError: a field is missing, malformed or not supported.

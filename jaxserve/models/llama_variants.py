@@ -1,4 +1,4 @@
-"""SmolLM3 (layers without rotation), Seed-OSS (biases of q, k and v) and Arcee (squared ReLU): else Llama's layers."""
+"""Llama variants: SmolLM3 (NoPE layers), Seed-OSS (biases on q, k and v) and Arcee (squared ReLU)."""
 
 from collections.abc import Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Mamba-2 (arXiv 2405.21060) of a block: its tensors, and its computation around `layers/mamba.py`."""
+"""Mamba-2 sublayer (arXiv 2405.21060): tensors, and the computation around `layers/mamba.py`."""
 
 import math
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from jaxserve.models.layer_spec import LayerSpec
 from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import Params, ParamSpec
 
-_INFINITY = {"__float__": "Infinity"}  # form in which transformers writes it
+_INFINITY = {"__float__": "Infinity"}  # transformers writes infinity so
 
 
 def _is_limit(value: object) -> bool:
@@ -63,7 +63,7 @@ _FIELDS = {
 
 
 def read_mamba(config: Mapping[str, Any]) -> Mamba:
-    """Read the sizes of Mamba-2 layers from a config.json."""
+    """Read Mamba-2 sizes from a config.json."""
     values = read_fields({**_DEFAULTS, **config}, _FIELDS)
     inner, heads = values["mamba_expand"] * values["hidden_size"], values["mamba_n_heads"]
     head_dim = inner // heads if values["mamba_d_head"] == "auto" else values["mamba_d_head"]
@@ -90,7 +90,7 @@ def read_mamba(config: Mapping[str, Any]) -> Mamba:
 
 
 def mamba_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
-    """Return one row per tensor of a layer's Mamba-2, without the norm before it."""
+    """Return one row per tensor in Mamba-2, without the norm before it."""
     sizes, D = layer.state, arch.hidden_size
     assert isinstance(sizes, Mamba), "recurrent layers are Mamba-2 here"
     H, G, inner, shared = sizes.num_heads, sizes.num_groups, sizes.inner_size, sizes.group_size
@@ -130,7 +130,7 @@ def mamba(
     norm: Norm,
     residual: Float[Array, "T D"] | None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply Mamba-2: a sublayer of `models.block`."""
+    """Apply Mamba-2; a sublayer for `models.block`."""
     sizes = layer.state
     assert isinstance(sizes, Mamba), "recurrent layers are Mamba-2 here"
     projected = linear(norm(x), p["in_proj"], tokens, bias=p.get("in_bias"))
@@ -147,7 +147,7 @@ def mamba(
 
 
 def _group_norm(x: Float32[Array, "T inner"], sizes: Mamba, arch: ArchConfig) -> Float32[Array, "T inner"]:
-    """Return the root-mean-square norm over all heads of each group, some of which other devices may have."""
+    """Apply the RMS norm to each group, over all its heads, including the heads on other devices."""
     T, G, shares = len(x), sizes.num_groups, sizes.num_shares
     groups = x.reshape(T, G, -1)
     squares = jnp.sum(jnp.square(groups), axis=2)

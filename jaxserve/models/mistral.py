@@ -1,4 +1,4 @@
-"""Mistral and Ministral 3: Llama's block, with a sliding window in every layer of some checkpoints."""
+"""Mistral and Ministral 3: Llama's block; some checkpoints have sliding windows."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ _MINISTRAL3_ROPE = {
 
 
 def arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse a Mistral or Ministral config.json: all layers have the window, or those of `layer_types`."""
+    """Parse a Mistral or Ministral config.json: all layers have the window unless `layer_types` specifies which."""
     config = {**_DEFAULTS, **config}
     windows = read_windows(config, read_num_layers(config), lambda _: SLIDING)
     return _arch(config, windows)
@@ -47,10 +47,10 @@ def _arch(config: Mapping[str, Any], windows: tuple[int | None, ...]) -> ArchCon
 
 
 def ministral3_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of a Ministral 3 text model."""
+    """Parse a Ministral 3 text config.json."""
     config = {**_MINISTRAL3_DEFAULTS, **config}
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
-        read_fields(config, {"rope_theta": POSITIVE.or_null()})  # the default parameters have one, which counts
+        read_fields(config, {"rope_theta": POSITIVE.or_null()})  # ignored: the default parameters have a theta
         config["rope_parameters"] = _MINISTRAL3_ROPE
     parsed = _arch(config, same_windows(config))
     parameters = config.get("rope_scaling") or config["rope_parameters"]

@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) of a block: its tensors, and its computation.
+"""MLA sublayer (multi-head latent attention, DeepSeek-V2, arXiv 2405.04434): tensors and computation.
 
-Attention gets the matrices that expand latents to keys and values. It multiplies them with queries and outputs instead,
-so that all heads attend over the latents themselves, unless so many tokens are new that expanding is cheaper.
+Attention gets the matrices that expand latents to keys and values. It absorbs them into queries and outputs, so that
+all heads attend to the latents directly; it expands the latents if a step has so many new tokens that this is cheaper.
 """
 
 from typing import Any
@@ -19,11 +19,11 @@ from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices
 
-_INNER_EPS = 1e-6  # epsilon of the norms between two matrices, whatever that of the model
+_INNER_EPS = 1e-6  # for norms between two matrices, whatever the model's epsilon
 
 
 def attention_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
-    """Return one row per tensor of a layer's MLA, without its norm; `q_proj` may have `q_a_proj` before it."""
+    """Return one row per tensor in MLA, without the norm before it; `q_a_proj` precedes `q_proj` in some models."""
     attention, D, down = layer.attention, arch.hidden_size, (None, "embed")
     mla, rank, rope_dim = attention.mla_sizes
     Q, q_rank = attention.num_heads, mla.q_rank
@@ -66,7 +66,7 @@ def attention(
     norm: Norm,
     residual: Float[Array, "T D"] | None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply MLA: a sublayer of `models.block`."""
+    """Apply MLA; a sublayer for `models.block`."""
     (latent, rank, _), Q = layer.attention.mla_sizes, layer.attention.num_heads
     by_head = as_matrix(p["kv_b_proj"]).dense().reshape(Q, -1, rank)
     to_keys, to_values = jnp.split(by_head, [latent.nope_dim], axis=1)
@@ -90,5 +90,5 @@ def _queries(p: Params, normed: Float[Array, "T D"], tokens: TokenContext, num_h
 
 
 def _halves(x: Float[Array, "*B d"], latent: MlaSizes) -> Float[Array, "*B d"]:
-    """Return elements that are rotated together half the size apart, as `attend` rotates them."""
+    """Reorder interleaved pairs to halves: `attend` rotates element i with i + d / 2."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) if latent.interleaved else x

@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE: Llama's attention, and MoE in place of its MLP."""
+"""Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE: Llama's attention with experts in place of the MLP."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -95,20 +95,20 @@ def read_experts(
     *,
     size: str = "intermediate_size",
     per_token: str = "num_experts_per_tok",
-    **facts: Any,
+    **fields: Any,
 ) -> Experts:
-    """Read the number of experts, which transformers writes under either of two names, and their size.
+    """Read the number of experts, from `num_local_experts` or `num_experts`, and their size.
 
     Args:
         config: content of config.json.
-        size: name of the feed-forward size of an expert.
-        per_token: name of the number of experts of a token.
-        facts: other fields of `Experts`.
+        size: field with an expert's feed-forward size.
+        per_token: field with the number of experts per token.
+        fields: other fields in `Experts`.
     """
     count = config.get("num_local_experts")
     count = config.get("num_experts") if count is None else count
-    fields = read_fields({**config, "num_experts": count}, {"num_experts": SIZE, per_token: SIZE, size: SIZE})
-    experts = Experts(fields["num_experts"], fields[per_token], fields[size], **facts)
+    values = read_fields({**config, "num_experts": count}, {"num_experts": SIZE, per_token: SIZE, size: SIZE})
+    experts = Experts(values["num_experts"], values[per_token], values[size], **fields)
     if experts.per_token > experts.num_experts:
         raise ConfigError(f"{per_token} must be at most num_experts, got {experts.per_token} and {experts.num_experts}")
     return experts
@@ -145,7 +145,7 @@ def qwen3_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def qwen3_vl_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the text part of a Qwen3-VL model with experts, whose weights sum to one."""
+    """Parse the text part in a Qwen3-VL-MoE config.json; expert weights always sum to one."""
     config = {**_QWEN3_DEFAULTS, **_QWEN3_VL_DEFAULTS, **config, "norm_topk_prob": True}
     return _qwen_arch(config, qk_norm="shared")
 
@@ -167,7 +167,7 @@ def _qwen_arch(config: Mapping[str, Any], *, shared_ffn_size: int = 0, **overrid
 
 
 def dense_layers(config: Mapping[str, Any]) -> frozenset[int]:
-    """Read which layers have no experts."""
+    """Read which layers have an MLP instead of experts."""
     values = read_fields(config, _SPARSE_FIELDS)
     step, only = values["decoder_sparse_step"], values["mlp_only_layers"] or []
     return frozenset(layer for layer in range(values["num_hidden_layers"]) if layer in only or (layer + 1) % step)
@@ -182,7 +182,7 @@ def olmoe_arch(config: Mapping[str, Any]) -> ArchConfig:
     )
 
 
-_FOLDS = FOLDS[:2]  # the norm before the experts feeds the router too
+_FOLDS = FOLDS[:2]  # the norm before the experts also feeds the router
 _MIXTRAL = MoeNames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2"))
 _QWEN3_VL = MoeNames(stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 MIXTRAL = ModelFamily(mixtral_arch, partial(decoder_specs, moe=_MIXTRAL), block, rms_norm, _FOLDS)

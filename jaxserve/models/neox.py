@@ -70,7 +70,7 @@ def neox_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def phi_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of Phi-1, 1.5 or 2."""
+    """Parse a Phi-1, 1.5 or 2 config.json."""
     config = {**_PHI_DEFAULTS, **config}
     read_fields(config, _PHI_FIELDS)
     return _arch(config, "layer_norm_eps", fraction=0.5, parallel=True, qkv_bias=True, o_bias=True)
@@ -85,7 +85,7 @@ def starcoder2_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def _arch(config: Mapping[str, Any], epsilon: str, *, fraction: float | None = None, **fields: Any) -> ArchConfig:
-    """Parse Llama's fields, and those that have other names or values here."""
+    """Parse Llama's fields, two of them under other names or with other values."""
     values = read_fields(config, {"hidden_act": one_of(ACTIVATIONS), epsilon: POSITIVE})
     return llama.arch(
         {**config, "hidden_act": "silu", "rms_norm_eps": values[epsilon]},
@@ -98,7 +98,7 @@ def _arch(config: Mapping[str, Any], epsilon: str, *, fraction: float | None = N
 def _project_fused(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, arch: ArchConfig, norm: Norm | None
 ) -> Heads:
-    """Return queries, keys and values, of which the matrix has those of each head next to each other."""
+    """Return queries, keys and values; the matrix has each head's three next to each other."""
     attention = layer.attention
     fused = linear(x, p["qkv_proj"], tokens, norm=norm, bias=p.get("qkv_bias"))
     by_head = fused.reshape(len(x), attention.num_heads, 3, attention.head_dim)
@@ -128,7 +128,7 @@ _PHI_NAMES = Names(
     head_bias=True,
 )
 _STARCODER2_NAMES = Names(gate_up=("mlp.c_fc",), down="mlp.c_proj", norm_parts=("weight", "bias"))
-# Factors of a norm that two matrices read, or of values that lie between queries and keys, cannot move.
+# Factors cannot move to a norm that two matrices read, or to values stored between queries and keys.
 _NEOX_FOLDS, _PHI_FOLDS = (UNGATED_FOLDS[0], UNGATED_FOLDS[2]), (Fold("qkv_proj", "o_proj", part=2),)
 NEOX = ModelFamily(neox_arch, partial(decoder_specs, names=_NEOX_NAMES), _neox_block, layer_norm, _NEOX_FOLDS)
 PHI = ModelFamily(phi_arch, partial(decoder_specs, names=_PHI_NAMES), block, layer_norm, _PHI_FOLDS)

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms behind attention and MLP alone, and over all heads of queries and keys; windows in OLMo 3."""
+"""OLMo 2 and 3: post-norms only, query and key norms over all heads; sliding windows in OLMo 3."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -24,7 +24,7 @@ def olmo2_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def olmo3_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse an OLMo 3 config.json: scaled rotations, if any, are those of layers without a window."""
+    """Parse an OLMo 3 config.json; RoPE scaling only applies to layers without a window."""
     config = {**_OLMO3_DEFAULTS, **config}
     full, local = by_kind(config, _OLMO3_THETA)
     arch, local_rope = olmo2_arch(full), read_rope(local)

@@ -1,4 +1,4 @@
-"""ParamSpec: one spec per tensor, which determines shape, sharding, random init, Hugging Face names and storage."""
+"""ParamSpec: a tensor's shape, sharding, random init, Hugging Face names and storage."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -54,29 +54,28 @@ __all__ = [
 # add "lm_head_bias", POSITION_EMBED with learned positions, or LAYER_EMBED and LAYER_PROJECTION with the table and the
 # matrix that make per-layer inputs. A norm is an array, or a tree of weight and bias.
 POSITION_EMBED, LAYER_EMBED, LAYER_PROJECTION = "position_embed", "layer_embed", "layer_projection"
-EXPERT_MATRICES = ("experts_gate_up", "experts_down")  # matrices of all experts of a layer, one after the other
+EXPERT_MATRICES = ("experts_gate_up", "experts_down")  # all experts' matrices, concatenated along axis 0
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One tensor of a model.
+    """One model tensor.
 
     Attributes:
         path: keys into the parameter tree, e.g. ("layers", 3, "qkv_proj").
-        shape: shape of the tensor in the engine; matrices are [out, in].
-        axes: logical axis of each dimension, which determines its sharding.
-        hf_names: tensors of a Hugging Face checkpoint, concatenated along axis 0; a fused tensor is named once for each
-            of its parts.
-        hf_rows: rows from each of `hf_names`.
+        shape: shape in the engine; matrices are [out, in].
+        axes: each dimension's logical axis, which determines its sharding.
+        hf_names: Hugging Face checkpoint tensors, concatenated along axis 0; a fused tensor is named once per part.
+        hf_rows: rows from each tensor in `hf_names`.
         init: "normal", "ones" or "zeros", for random weights.
-        gated: True if SwiGLU follows the product: the first half of the rows is the gate, the second the up projection.
-        heads: number of heads of each of `hf_names` whose rows belong to heads, which are not split within a head.
+        gated: True if SwiGLU follows the matmul: the first half of the rows is the gate, the second the up projection.
+        heads: number of heads in each tensor in `hf_names`; heads are never split. Empty if rows have no heads.
         transposed: True if checkpoints have the matrix as [in, out].
-        stacked: True if each of `hf_names` is one tensor of several matrices, named once for each, or for each part.
-        experts: experts whose matrices follow each other in this one; None for a single matrix.
-        exact: True if a matrix is never quantised; a vector is then float32, whatever the dtype of the others.
-        is_array: True if the block computes with the array itself, so that it is not packed for native kernels either.
-        unread: tensors that a checkpoint may have besides, and that have no part in this model.
+        stacked: True if a tensor in `hf_names` holds several matrices; it is named once per matrix, or per part.
+        experts: experts whose matrices are concatenated in this one; None for a single matrix.
+        exact: True if a matrix is never quantised, or a vector is float32 whatever the model's dtype.
+        is_array: True if the block computes with the array itself; it is then not packed for native kernels.
+        unread: other tensors that a checkpoint may have and that this model ignores.
     """
 
     path: tuple[str | int, ...]
@@ -98,31 +97,31 @@ class ParamSpec:
     def is_matrix(self) -> bool:
         """True if the tensor is a matrix; only matrices are quantised.
 
-        A table of positions is a list of vectors, and so are norms that each head has for itself.
+        Position tables, and norms with different weights per head, count as vectors.
         """
         return len(self.shape) > 1 and self.init == "normal" and self.path != (POSITION_EMBED,)
 
     @property
     def num_matrices(self) -> int:
-        """Number of matrices of equal shape that follow each other along axis 0."""
+        """Number of matrices with equal shapes that are concatenated along axis 0."""
         return 1 if self.experts is None else self.experts.num_held
 
     @property
     def token_rows(self) -> int:
-        """Largest number of rows of a matrix that a token is multiplied with."""
+        """Maximum number of rows that a token's matmul reads."""
         num_chosen = 1 if self.experts is None else self.experts.per_token
         return self.shape[0] // self.num_matrices * num_chosen
 
     @property
     def mean_token_rows(self) -> int:
-        """Number of rows of a matrix that a token is multiplied with, on average over the devices that share experts.
+        """Number of rows that a token's matmul reads, averaged over expert shards.
 
-        Every device that has some of the experts has rows for all that a token chooses.
+        `token_rows` counts all experts that a token chooses, which may all be on one shard.
         """
         return self.token_rows if self.experts is None else self.token_rows // self.experts.num_shards
 
     def dtype(self, dtype: np.dtype, matrix_dtype: jax.typing.DTypeLike | None) -> np.dtype:
-        """Return the dtype of the tensor unless it is quantised: that of activations, or that of matrices if given."""
+        """Return the tensor's dtype unless it is quantised: `dtype`, or `matrix_dtype` for matrices if given."""
         if not self.is_matrix:
             return jnp.dtype(jnp.float32) if self.exact else dtype
         return dtype if matrix_dtype is None or self.is_array else jnp.dtype(matrix_dtype)
@@ -133,7 +132,7 @@ class ParamSpec:
         return split_dimension(self.axes)
 
     def on_device(self, num_devices: int) -> "ParamSpec":
-        """Return the spec with as many experts as one of `num_devices` has; the shape stays that of the whole."""
+        """Return the spec with one device's experts; the shape remains the whole tensor's."""
         return dataclasses.replace(self, experts=self.experts and self.experts.local(num_devices, EXPERTS))
 
 
@@ -144,16 +143,16 @@ def matrix_transform(
     native: bool = False,
     matrix_dtype: jax.typing.DTypeLike | None = None,
 ) -> Callable[[ParamSpec, StoredTensor], Any]:
-    """Return the function by which `weights.load` converts each tensor to a weight format.
+    """Return the function with which `weights.load` converts tensors to a weight format.
 
-    If a tensor has a NamedSharding, each device converts its own part. The result then has global arrays but the static
-    fields of one part, and is for use in a shard_map.
+    If a tensor has a NamedSharding, each device converts its own shard. The result then has global arrays but one
+    shard's static fields, and is meant for shard_map.
 
     Args:
-        specs: specs of all tensors; a table of embeddings that is not also the head is not packed.
-        form: format, or choice of formats, of the tensors; norms and biases, among others, are plain.
+        specs: all specs; an embedding table that is not also the LM head is not packed.
+        form: weight format, or a choice of formats; norms and biases, among others, are plain.
         native: True to pack matrices for the native CPU kernels.
-        matrix_dtype: dtype of matrices that stay floats; None for that of all tensors.
+        matrix_dtype: dtype for matrices that stay floats; None for the same dtype as other tensors.
     """
     is_multiplied = multiplied(specs)
 
@@ -171,21 +170,21 @@ def matrix_transform(
         leaves = own.leaves(spec, shards[0].shape, tensor.dtype)
         axes = [leaf.axes_by_rows if is_packed else leaf.axes for leaf in leaves]
         if is_packed:
-            axes += axes[-1:] * (3 - len(axes))  # panels without scales or zero points have empty arrays of them
+            axes += axes[-1:] * (3 - len(axes))  # panels always have scales and zero points, which may be empty
         return _join([convert(spec, shard) for shard in shards], axes, sharding.mesh)
 
     return transform
 
 
 def multiplied(specs: Sequence[ParamSpec]) -> Callable[[ParamSpec], bool]:
-    """Return a function that says if one of these tensors is a matrix of products, which native kernels may have."""
+    """Return a predicate for the tensors that matmuls read, which can be packed for native kernels."""
     tied = all(spec.path != ("lm_head",) for spec in specs)
-    looked_up = ((LAYER_EMBED,),) if tied else ((LAYER_EMBED,), ("embed",))  # tables that nothing is multiplied with
+    looked_up = ((LAYER_EMBED,),) if tied else ((LAYER_EMBED,), ("embed",))  # tables that no matmul reads
     return lambda spec: spec.is_matrix and not spec.is_array and spec.path not in looked_up
 
 
 def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:
-    """Lay out a whole tensor, for example of random weights, over devices in the layout of `matrix_transform`."""
+    """Shard a whole tensor, for example random weights, in the same layout as `matrix_transform`."""
     if spec.split_dimension == 0:
         array = _rows_or_zeros(array, jax.device_put(_rows_held(spec, mesh)))
     return jax.device_put(array, named_sharding(mesh, spec.axes))
@@ -193,12 +192,12 @@ def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:
 
 @jax.jit
 def _rows_or_zeros(array: Array, rows: Array) -> Array:
-    """Return rows of an array, zeros for those beyond it; compiled as one program, not one for each operation."""
+    """Return rows of an array, zeros for out-of-range indices; jitted, so that no operation compiles separately."""
     return array.at[rows].get(mode="fill", fill_value=0)
 
 
 def unsplit(specs: Sequence[ParamSpec], params: Params) -> Params:
-    """Convert a tree in the layout of `matrix_transform` to one that `weights.save` accepts.
+    """Convert a tree in `matrix_transform`'s layout to one that `weights.save` accepts.
 
     Each tensor is assembled in host memory only when it is written. Quantised and packed matrices are not converted;
     `weights.save` rejects them.
@@ -235,7 +234,7 @@ class _Unsplit:
 
     def __getitem__(self, rows: slice) -> NDArray[Any]:
         _, firsts = np.unique(_rows_held(self.spec, self.mesh), return_index=True)
-        wanted = firsts[: len(self)][rows]  # positions of the rows in the array
+        wanted = firsts[: len(self)][rows]  # the rows' positions in the array
         out = np.empty((len(wanted), *self.shape[1:]), self.dtype)
         for shard in self.array.addressable_shards:
             low, high, _ = shard.index[0].indices(len(self.array))
@@ -251,9 +250,9 @@ class _Unsplit:
 
 
 def _rows_held(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NDArray[np.int64]:
-    """Return the rows of a tensor that each device holds, device by device; the index `num_rows` is a row of zeros.
+    """Return each shard's row indices, concatenated over shards; index `num_rows` means a zero row, as padding.
 
-    Rows that several devices hold are there once.
+    Devices that hold the same shard count once.
     """
     num_rows = spec.shape[0]
     parts = np.split(np.arange(num_rows), np.cumsum(spec.hf_rows)[:-1])
@@ -263,7 +262,7 @@ def _rows_held(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NDArray[np.int64]:
 
 
 def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:
-    """Yield the part of a tensor that each device of this process reads; the last parts are padded with zeros."""
+    """Yield the shard that each device in this process reads; the last shards are padded with zeros."""
     devices = list(sharding.mesh.devices.flat)
     shares = [_share(spec, tensor.parts, index, sharding.mesh) for index in range(len(devices))]
     num_rows = sum(map(len, shares[0][0]))
@@ -276,12 +275,12 @@ def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> I
 def _share(
     spec: ParamSpec, parts: Sequence[Part], index: int, mesh: Mesh | AbstractMesh
 ) -> tuple[list[Part], Sequence[Part] | None]:
-    """Return device `index`'s slices of the parts of a tensor, and whole rows if the device has some columns of them.
+    """Return device `index`'s slices of each part, and the parts with whole rows if it holds only some columns.
 
-    Of the matrices of experts a device has those of its own experts.
+    A device only holds its own experts' matrices.
     """
     axes = split_axes(spec.axes) if spec.experts is None else "tensor"
-    if spec.experts is not None and spec.is_matrix:  # biases are one array of all experts
+    if spec.experts is not None and spec.is_matrix:  # biases are one array for all experts
         parts = parts[_slice(len(parts) // spec.experts.num_shards, part_of(mesh, index, EXPERTS))]
     place, count = part_of(mesh, index, axes), num_parts(mesh, axes)
     if spec.split_dimension == 1:
@@ -300,7 +299,7 @@ def _slice(size: int, index: int) -> slice:
 
 
 def _join(shards: Sequence[Any], axes: Sequence[tuple[str | None, ...]], mesh: Mesh | AbstractMesh) -> Any:
-    """Join trees of local arrays, one per device, to a tree of global arrays; static fields are one device's."""
+    """Join trees with local arrays, one per device, to a tree with global arrays; static fields are one device's."""
 
     def join(parts: Sequence[Array], axes: tuple[str | None, ...]) -> Array:
         shape = whole_shape(mesh, parts[0].shape, axes)
@@ -311,11 +310,11 @@ def _join(shards: Sequence[Any], axes: Sequence[tuple[str | None, ...]], mesh: M
 
 
 class ScannedLayers(NamedTuple):
-    """Layers in the form that is scanned (TPU).
+    """Layers stacked for a scan (TPU).
 
     Attributes:
-        periodic: one tree of stacked arrays [periods, ...] for each place in the period of the layers' kinds.
-        rest: layers behind the last whole period.
+        periodic: one tree with stacked arrays [periods, ...] for each layer in the period.
+        rest: layers after the last whole period.
         first: layers before the first period.
     """
 
@@ -327,15 +326,15 @@ class ScannedLayers(NamedTuple):
 def stack_layers(
     params: Params, period: int, stack: Callable[..., Any] = lambda *arrays: jnp.stack(arrays), *, num_first: int = 0
 ) -> Params:
-    """Return a tree whose list of layers is stacked for a scan.
+    """Stack the list of layers for a scan.
 
-    Takes the tensors out of `params["layers"]` as it goes, so that only one of them at a time is held twice.
+    Removes each tensor from `params["layers"]` when it is stacked, so that only one at a time is held twice.
 
     Args:
         params: tree with a list of layers.
-        period: number of layers after which their kinds repeat.
-        stack: function of the arrays of alike layers, in their order.
-        num_first: number of layers that come before those of the first period.
+        period: number of layers after which specs repeat.
+        stack: function that stacks equal layers' arrays, in layer order.
+        num_first: number of layers before the first period.
     """
     first, layers = params["layers"][:num_first], params["layers"][num_first:]
     num_scanned = len(layers) // period * period
@@ -348,30 +347,30 @@ def stack_layers(
 
 
 def lookup_tables(params: Params, *, has_logits: bool = True) -> Params:
-    """Return the tables of which a step reads a row per token and nothing else: not an embedding that is the head."""
+    """Return the tables from which a step only reads a row per token; a tied embedding is not one."""
     names = [POSITION_EMBED, LAYER_EMBED]
     names += [] if has_logits and "lm_head" not in params else ["embed"]
     return {name: params[name] for name in names if name in params}
 
 
 def lookup_bytes(params: Params, specs: Sequence[ParamSpec], num_bytes: Callable[[Any], int]) -> int:
-    """Return the bytes of table rows that each token of a step reads.
+    """Return the bytes that each token reads from tables.
 
     Args:
         params: parameters.
-        specs: specs of the tensors of one device.
-        num_bytes: function that returns the bytes of a tensor on one device.
+        specs: one device's specs.
+        num_bytes: function that returns a tensor's bytes on one device.
     """
     tables = [spec for spec in specs if spec.path in (("embed",), (POSITION_EMBED,), (LAYER_EMBED,))]
     return sum(num_bytes(leaf_at(params, spec.path)) // spec.shape[0] for spec in tables)
 
 
 def step_bytes(params: Params) -> int:
-    """Return the bytes of weights that every step reads on a device, whatever its tokens."""
+    """Return the weight bytes that a step reads on a device, with all experts and without table rows."""
     tables = lookup_tables(params)
     return device_bytes({name: tensors for name, tensors in params.items() if name not in tables})
 
 
 def device_bytes(tree: Any) -> int:
-    """Return the bytes of a tree of arrays on one device."""
+    """Return a tree's bytes on one device."""
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""Inputs of each layer besides the residual stream, from a table of token embeddings of its own: Gemma 4's."""
+"""Per-layer embeddings (Gemma 4): each layer reads a token vector in addition to the residual stream."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ from jaxserve.models.params import LAYER_EMBED, LAYER_PROJECTION, Params, ParamS
 
 
 def table_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return the rows of the table and of the projection that is added to it."""
+    """Return rows for the embedding table and for the projection that is added to its vectors."""
     if (inputs := arch.per_layer_embeddings) is None:
         return []
     rows, size = Rows((), "model."), arch.num_layers * inputs.size
@@ -29,7 +29,7 @@ def table_specs(arch: ArchConfig) -> list[ParamSpec]:
 
 
 def layer_specs(rows: Rows, arch: ArchConfig) -> list[ParamSpec]:
-    """Return the rows of a layer's gate and projection."""
+    """Return rows for a layer's gate and projection."""
     if (inputs := arch.per_layer_embeddings) is None:
         return []
     D, size = arch.hidden_size, inputs.size
@@ -43,7 +43,7 @@ def layer_specs(rows: Rows, arch: ArchConfig) -> list[ParamSpec]:
 def read(
     params: Any, arch: ArchConfig, token_ids: Int[Array, " T"], x: Float[Array, "T D"]
 ) -> Float[Array, "L T size"] | None:
-    """Return what each layer reads of the tokens, from their rows of the table and from their embeddings x."""
+    """Return each layer's token vectors, computed from the table and the token embeddings x."""
     if (inputs := arch.per_layer_embeddings) is None:
         return None
     shape = (x.shape[0], arch.num_layers, inputs.size)
@@ -58,6 +58,6 @@ def read(
 def add(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, inputs: Float[Array, "T size"], eps: float
 ) -> Float[Array, "T D"]:
-    """Return x + the norm of a layer's inputs, gated by x."""
+    """Gate a layer's inputs by x, project and norm them, and add them to x."""
     gate = jax.nn.gelu(linear(x, p["layer_input_gate"], tokens), approximate=True)
     return x + rms_norm(linear(gate * inputs, p["layer_input_proj"], tokens), p["layer_input_post_norm"], eps)

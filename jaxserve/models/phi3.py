@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama's layers with fused projections, a window in some, and LongRoPE over a part of each head."""
+"""Phi-3 and Phi-4: Llama's layers with fused projections; some models have windows, LongRoPE or partial RoPE."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -19,12 +19,12 @@ _FIELDS = {
     "rope_scaling": TABLE.or_null(),
     "rope_parameters": TABLE.or_null(),
 }
-_OLD_NAMES = ("su", "yarn")  # names of LongRoPE in early checkpoints
+_OLD_NAMES = ("su", "yarn")  # LongRoPE names in early checkpoints
 _NAMES = Names(qkv=("self_attn.qkv_proj",) * 3, gate_up=("mlp.gate_up_proj",) * 2)
 
 
 def arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of a Phi-3 or Phi-4 model."""
+    """Parse a Phi-3 or Phi-4 config.json."""
     config = {**_DEFAULTS, **config}
     values = read_fields(config, _FIELDS)
     for name in ("rope_scaling", "rope_parameters"):

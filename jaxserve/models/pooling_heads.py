@@ -1,4 +1,4 @@
-"""Models that pool: decoders without logits, and those with a classification head in their place."""
+"""Pooling models: decoders without an LM head, and decoders with a classification head instead."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from jaxserve.weights.rows import HEADS
 if TYPE_CHECKING:
     from jaxserve.models.arch import ArchConfig
 
-HEAD = "score"  # name of the head, in parameter trees as in checkpoints
+HEAD = "score"  # the head's name in parameter trees and in checkpoints
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "LMHeadModel")
 _BIDIRECTIONAL = {"is_causal": False, "use_bidirectional_attention": True}
 
 
 def has_head(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a classifier."""
+    """Return whether a config.json describes a classifier."""
     return _name(config).endswith(_CLASSIFIER)
 
 
 def is_bare(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a decoder without any head."""
+    """Return whether a config.json describes a decoder without a head."""
     return _name(config).endswith("Model") and not _name(config).endswith(_GENERATORS)
 
 
@@ -36,7 +36,7 @@ def _name(config: Mapping[str, Any]) -> str:
 
 
 def generator_config(config: Mapping[str, Any], families: Collection[str]) -> dict[str, Any]:
-    """Return the config.json of the model of the same decoder that generates.
+    """Return the config.json for the generating model with the same decoder.
 
     Args:
         config: a config.json.
@@ -63,7 +63,7 @@ def generator_config(config: Mapping[str, Any], families: Collection[str]) -> di
 
 
 def read_head(config: Mapping[str, Any]) -> Pooler:
-    """Return the pooler of a classifier: labels of the last token, as in transformers and vLLM."""
+    """Return a classifier's pooler: last-token pooling and label activation, as in transformers and vLLM."""
     labels, num_labels = config.get("id2label"), config.get("num_labels")
     num_labels = len(labels) if isinstance(labels, dict) else 2 if num_labels is None else num_labels
     if not isinstance(num_labels, int) or num_labels < 1:
@@ -84,7 +84,7 @@ def read_head(config: Mapping[str, Any]) -> Pooler:
 
 
 def _cross_encoder_activation(config: Mapping[str, Any]) -> Activation | None:
-    """Return the activation that sentence-transformers has written, if it has."""
+    """Return the activation that sentence-transformers wrote to config.json; None without one."""
     own = config.get("sentence_transformers")
     name = own.get("activation_fn") if isinstance(own, dict) else config.get("sbert_ce_default_activation_function")
     if name is None:
@@ -97,12 +97,12 @@ def _cross_encoder_activation(config: Mapping[str, Any]) -> Activation | None:
 
 
 def pooling_arch(arch: ArchConfig, pooler: Pooler) -> ArchConfig:
-    """Return the sizes of a decoder that pools: it has no matrix of logits."""
+    """Return the config with this pooler and without an LM head."""
     return replace(arch, pooler=pooler, tied_embeddings=True)
 
 
 def pooling_specs(arch: ArchConfig, specs: list[ParamSpec]) -> list[ParamSpec]:
-    """Return the rows of a model that pools: without a head of logits, with one for labels if there is one."""
+    """Return the rows for a pooling model: without an LM head, with a classification head if it has labels."""
     if arch.pooler is None:
         return specs
     unread = tuple(f"{module}.{name}" for module in HEADS for name in ("weight", "bias"))

@@ -1,4 +1,4 @@
-"""Qwen2 and 2.5 (biases on q, k, v) and Qwen3 (norms on q and k): Llama's block otherwise."""
+"""Qwen2 and 2.5 (biases on q, k and v) and Qwen3 (norms on q and k); otherwise Llama's block."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +35,7 @@ def qwen3_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the window of each layer: by `layer_types` if given, else in layers from `max_window_layers` on."""
+    """Return each layer's window: by `layer_types` if given, else in layers from `max_window_layers` on."""
     num_full = read_fields(config, {"max_window_layers": COUNT})["max_window_layers"]
     return read_windows(
         config, read_num_layers(config), lambda layer: FULL if layer < num_full else SLIDING, has_switch=True

@@ -72,12 +72,12 @@ def next_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def dense_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of a Qwen3.5 text model without experts."""
+    """Parse a dense Qwen3.5 text config.json."""
     return _arch({"num_key_value_heads": 4, **config})
 
 
 def moe_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of a Qwen3.5 text model with experts, which all layers have; their weights sum to one."""
+    """Parse a Qwen3.5-MoE text config.json: all layers have experts, whose weights sum to one."""
     config = {**_NEXT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8, **config, "norm_topk_prob": True}
     return _arch({**config, "intermediate_size": config["moe_intermediate_size"]}, experts=_experts(config))
 
@@ -127,7 +127,7 @@ def _gated_attention(
     norm: Norm,
     residual: Float[Array, "T D"] | None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply attention whose heads have gates of their own: a sublayer of `models.block`."""
+    """Apply attention whose query heads have elementwise gates; a sublayer for `models.block`."""
     attention = layer.attention
     T, Q, K, H = x.shape[0], attention.num_heads, attention.num_kv_heads, attention.head_dim
     qkv = linear(x, p["qkv_proj"], tokens, norm=norm, bias=p.get("qkv_bias"))

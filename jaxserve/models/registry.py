@@ -34,7 +34,7 @@ from jaxserve.models.layer_kinds import check_unread
 from jaxserve.models.params import ParamSpec
 from jaxserve.weights import CheckpointError, read_schemes
 
-# Fields of a multimodal config.json that its text part may lack.
+# Fields that a multimodal config.json may have only at its top level.
 _OF_WHOLE = ("dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
 FAMILIES: Mapping[str, ModelFamily] = {
     "LlamaForCausalLM": llama.LLAMA,
@@ -81,7 +81,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
 }
 
 
-# Multimodal architectures, of which the text part is served; one of several architectures, by its model_type.
+# Multimodal architectures and the text architecture that is served, by the text part's model_type if there are several.
 TEXT_PARTS: Mapping[str, str | Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
@@ -93,14 +93,14 @@ TEXT_PARTS: Mapping[str, str | Mapping[str, str]] = {
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoeForConditionalGeneration",
 }
-# Defaults of text parts that differ from those of the family.
+# Text part defaults that differ from the family's.
 _QWEN2_VL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
 _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Qwen2VLForConditionalGeneration": _QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
     "Qwen3VLForConditionalGeneration": {"rope_theta": 5e5, "max_position_embeddings": 128000},
 }
-_NO_TEXT = {  # parts of names of models without a text part that is served
+_NO_TEXT = {  # substrings in the names of models without a text part
     "vision": ("vit", "clip", "imageclassification", "objectdetection", "image", "visual", "vision"),
     "audio": ("whisper", "wav2vec", "audio", "speech", "hubert"),
 }
@@ -108,7 +108,7 @@ _FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config.json of the text part of a multimodal model; that of another model as it is."""
+    """Return a multimodal model's text config; any other config unchanged."""
     names = config.get("architectures")
     if not STRINGS.holds(names) or not names or names[0] not in TEXT_PARTS:
         return config
@@ -123,7 +123,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_text_positions(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a text part's config whose rotations in sections are plain ones: a text's positions are all the same."""
+    """Replace M-RoPE by plain RoPE: text tokens have the same position in all sections."""
     kinds = {"rope_scaling": TABLE.or_null(), "rope_parameters": TABLE.or_null()}
     given = {name: table for name, table in read_fields(text, kinds).items() if table is not None}
     plain = {
@@ -135,9 +135,9 @@ def _with_text_positions(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
-    """Return the ArchConfig of a parsed config.json; ConfigError if the architecture or a setting is not supported.
+    """Convert config.json to an ArchConfig; ConfigError if the architecture or a setting is not supported.
 
-    Of a multimodal model it is that of the text part.
+    A multimodal model is reduced to its text part.
     """
     whole, config = config, text_config(config)
     names = config.get("architectures")
@@ -156,7 +156,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def _described(config: Mapping[str, Any]) -> str:
-    """Return a description of a model that is not served, empty if its config.json does not show it."""
+    """Return an error message's beginning that describes an unsupported vision or audio model, or an empty string."""
     names = config.get("architectures")
     name = names[0] if STRINGS.holds(names) and names else config.get("model_type")
     inputs = [kind for kind in ("vision", "audio") if f"{kind}_config" in config]
@@ -168,21 +168,20 @@ def _described(config: Mapping[str, Any]) -> str:
 
 
 def family(arch: ArchConfig) -> ModelFamily:
-    """Return the family of a model."""
     return FAMILIES[arch.architecture]
 
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return one row per tensor of a model."""
+    """Return one row per tensor."""
     return pooling_heads.pooling_specs(arch, family(arch).param_specs(arch))
 
 
 def num_params(arch: ArchConfig) -> int:
-    """Return the number of parameters of a model; embeddings that are tied count once."""
+    """Return the number of parameters; tied embeddings count once."""
     return sum(prod(spec.shape) for spec in param_specs(arch))
 
 
 @cache
 def flop_counts(arch: ArchConfig) -> FlopCounts:
-    """Return the floating-point operations of a model's steps, or of one device's part of them."""
+    """Return FLOP counts for the whole model, or for one device if `arch` has one device's sizes."""
     return FlopCounts.of(arch, param_specs(arch))

@@ -1,4 +1,4 @@
-"""WeightReads: the bytes of weights that steps read, by their number of tokens."""
+"""WeightReads: weight bytes that a step reads, by its number of tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,13 +10,13 @@ from jaxserve.models.params import Params, ParamSpec, lookup_bytes, lookup_table
 
 
 class WeightReads(NamedTuple):
-    """Bytes of weights that a step reads on a device.
+    """Weight bytes that a step reads on a device.
 
     Attributes:
-        every_step: bytes that are read whatever the tokens.
-        per_token: bytes of table rows of each token.
-        per_expert: bytes of an expert, of all layers together.
-        experts: experts of a layer; None if there are none.
+        every_step: bytes that every step reads.
+        per_token: bytes in a token's table rows.
+        per_expert: bytes per expert, summed over layers.
+        experts: experts in MoE layers; None without.
     """
 
     every_step: int
@@ -28,12 +28,12 @@ class WeightReads(NamedTuple):
     def of(
         cls, params: Params, specs: Sequence[ParamSpec], num_bytes: Callable[[Any], int], *, has_logits: bool = True
     ) -> "WeightReads":
-        """Count the bytes of parameters.
+        """Count the bytes.
 
         Args:
-            params: parameters, whose layers may be stacked.
-            specs: specs of the tensors of one device.
-            num_bytes: function that returns the bytes of a tree on one device.
+            params: parameters; layers may be stacked.
+            specs: one device's specs.
+            num_bytes: function that returns a tree's bytes on one device.
             has_logits: False if the model pools.
         """
         experts = next((spec.experts for spec in specs if spec.experts is not None), None)
@@ -49,11 +49,11 @@ class WeightReads(NamedTuple):
         return cls(whole, lookup_bytes(params, specs, num_bytes), per_expert, experts)
 
     def step(self, num_tokens: int, num_live: int | None = None) -> int:
-        """Return the bytes of a step: of its experts, as many as its tokens can choose.
+        """Return a step's bytes, with the maximum number of experts that its tokens can choose.
 
         Args:
             num_tokens: tokens on the token axis.
-            num_live: tokens among them that are not padding, which alone have experts; None if all are.
+            num_live: tokens that are not padding; padding chooses no experts. None without padding.
         """
         num_choosing = num_tokens if num_live is None else num_live
         num_experts = 0 if self.experts is None else self.experts.most_read(num_choosing)
