@@ -1,1 +1,1 @@
-"""Layers shared by the decoder blocks of all models."""
+"""Layers that all models share."""

@@ -1,7 +1,7 @@
-"""Gated delta net (Yang et al. 2024, arXiv 2412.06464): linear attention whose state decays, and is corrected.
+"""Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464): linear attention whose state decays and is corrected.
 
-A short convolution over the last tokens makes queries q, keys k and values v, which change and read the memory of each
-value head by the delta rule: see `layers/linear_attention.py`.
+A short convolution over the last tokens makes queries q, keys k and values v. These update and read each value head's
+memory by the delta rule: see `layers/linear_attention.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ from jaxserve.layers.linear_attention import Heads, MemoryPool, advance
 from jaxserve.layers.short_convolution import convolve
 from jaxserve.layers.state_forms import StateRows
 
-_EPS = 1e-6  # epsilon of the norms of queries and keys
+_EPS = 1e-6  # epsilon in query and key norms
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of a layer's tokens.
+    """Inputs of the layer, per token.
 
     Attributes:
-        mixed: inputs of the convolution: queries and keys of all key heads, values of all value heads.
-        taps: weights of the convolution, those of the latest token last.
+        mixed: convolution inputs: queries and keys for all key heads, values for all value heads.
+        taps: convolution weights, the latest token's last.
         log_decay: logarithm of each head's decay.
         rate: rate at which each head's memory is corrected.
     """
@@ -37,13 +37,13 @@ class DeltaInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """Sizes of a gated delta net; those of a device's heads where a model is split.
+    """Sizes of a Gated DeltaNet layer: for one device's heads if the model is split.
 
     Attributes:
-        num_key_heads: heads of queries and keys, each of which serves equally many value heads.
-        num_value_heads: heads of values, each with a memory.
-        key_dim: size of a query and of a key, Dk.
-        value_dim: size of a value, Dv.
+        num_key_heads: query and key heads; each serves the same number of value heads.
+        num_value_heads: value heads, each with a memory.
+        key_dim: query and key size, Dk.
+        value_dim: value size, Dv.
         width: tokens that the convolution sees, the latest included.
     """
 
@@ -55,23 +55,22 @@ class GatedDelta:
 
     @property
     def key_size(self) -> int:
-        """Elements of a token's queries, and of its keys."""
+        """Elements in a token's queries; its keys have the same number."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
-        """Elements of a token's values."""
+        """Elements in a token's values."""
         return self.num_value_heads * self.value_dim
 
     @property
     def token_flops(self) -> int:
-        """Operations of a token: its convolution, the decay of S, and three products with S."""
+        """Operations per token: the convolution, the decay of S, and three multiplications with S."""
         mixed = 2 * self.key_size + self.value_size
         return 2 * self.width * mixed + 7 * self.num_value_heads * self.key_dim * self.value_dim
 
     def local(self, num_devices: int) -> "GatedDelta":
-        """Return the sizes on one of `num_devices`.
-
+        """Return the sizes on one device among `num_devices`.
         Raises:
             ConfigError: `num_devices` does not divide the key heads.
         """
@@ -88,11 +87,11 @@ class GatedDelta:
         )
 
     def times(self, factor: int) -> "GatedDelta":
-        """Return the sizes with heads multiplied by `factor`."""
+        """Return the sizes with `factor` times as many heads."""
         return replace(self, num_key_heads=self.num_key_heads * factor, num_value_heads=self.num_value_heads * factor)
 
     def new(self, num_layers: int, num_entries: int) -> MemoryPool:
-        """Return a pool of zeros."""
+        """Return a zeroed pool."""
         memory = (num_layers, num_entries, self.num_value_heads, self.value_dim, self.key_dim)
         window = (num_layers, num_entries, self.width - 1, 2 * self.key_size + self.value_size)
         return MemoryPool(jnp.zeros(memory, jnp.float32), jnp.zeros(window, jnp.float32))
@@ -100,7 +99,7 @@ class GatedDelta:
     def advance(
         self, inputs: DeltaInputs, rows: StateRows, pool: MemoryPool, layer: Int[Array, ""]
     ) -> tuple[Float32[Array, "T V Dv"], MemoryPool]:
-        """Compute the tokens of a step in one layer; return what they read, and the pool."""
+        """Compute a step's tokens in one layer; return the heads' outputs and the updated pool."""
         mixed, window = convolve(inputs.mixed.astype(jnp.float32), inputs.taps, None, rows, pool.window, layer)
         q, k, v = jnp.split(mixed, [self.key_size, 2 * self.key_size], axis=1)
         T = mixed.shape[0]

@@ -21,24 +21,23 @@ from jaxserve.layers.token_exchange import all_tokens, sum_local_tokens
 
 
 class Experts(NamedTuple):
-    """Experts of a layer.
+    """Sizes and routing rules in an MoE layer.
 
     Attributes:
         num_experts: experts, E.
         per_token: experts per token, k.
         ffn_size: feed-forward size per expert, F.
         normalized: True if a token's weights are scaled to sum to one.
-        sigmoid: True if scores are sigmoids of the logits; False for their softmax.
+        sigmoid: True if scores are the logits' sigmoids; False for their softmax.
         num_groups: equal expert groups.
         top_groups: groups from which a token's experts are chosen.
         group_scores: number of best scores whose sum ranks a group.
         scale: factor on the weights.
-        shared_ffn_size: feed-forward size of the shared experts together; 0 if there are none.
+        shared_ffn_size: feed-forward size for the shared experts together; 0 without shared experts.
         softmax_of_chosen: True if weights are the softmax over only the chosen experts' logits.
         activation: function between an expert's two matmuls.
-        num_shards: number of equal shards of whole experts on different devices; a device has a part of every expert in
-            its shard.
-        shard_axis: mesh axes of the shards, if these are one device's sizes.
+        num_shards: number of equal expert shards; a device has a part of every expert in its shard.
+        shard_axis: mesh axes that divide the shards, if these are one device's sizes.
     """
 
     num_experts: int
@@ -61,7 +60,7 @@ class Experts(NamedTuple):
 
         Args:
             num_devices: number of devices that have all routed experts together.
-            shard_axis: mesh axes of the shards.
+            shard_axis: mesh axes that divide the shards.
             num_data_shards: number of equal device sets, each with whole shared experts.
         """
         return self._replace(
@@ -76,7 +75,7 @@ class Experts(NamedTuple):
         return self.num_experts if self.shard_axis is None else self.num_experts // self.num_shards
 
     def most_read(self, num_tokens: int) -> int:
-        """Return the largest number of experts that a device reads for so many tokens."""
+        """Return the maximum number of experts that a device reads for `num_tokens` tokens."""
         return min(self.num_held, num_tokens * self.per_token)
 
 
@@ -181,14 +180,14 @@ def apply_experts(
 
     Every device has all tokens and routes them alike. It computes its local experts, and the sum over the devices,
     which tensor parallelism needs too, completes the result. Along `token_axis` each device first gathers all tokens,
-    and gets the sums for its own: an exchange by chosen experts would need the same capacity for the worst case, in
-    which no pair may be dropped.
+    and gets the sums for its own: an all-to-all by chosen experts would need the same capacity for the worst case, as
+    no pair may be dropped.
 
     Args:
         x: normed inputs.
         tokens: the tokens, which are counted by expert.
         matrices: router and experts.
-        experts: sizes of the layer.
+        experts: the layer's sizes and routing rules.
         axis: mesh axes that split experts and F, in addition to `token_axis`.
         routing: inputs of the router; None if it reads x.
         token_axis: mesh axis along which devices have different tokens and experts; None if all have the same tokens.

@@ -1,6 +1,6 @@
 """Vectors that layers store per token in the pool, and attention to them.
 
-Pool, backend and attention of a model follow from its form, which only `models.kv_layout` chooses.
+A model's form determines its pool, backend and attention; only `models.kv_layout` chooses it.
 """
 
 import math
@@ -26,15 +26,15 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 
 
 class NewTokens(NamedTuple):
-    """Queries of a step and the vectors that it stores.
+    """A step's queries, and the vectors that it stores.
 
     Attributes:
         q: queries.
-        k: keys of each KV head; latents as the keys of one head.
-        v: values; for latents, the matrices that expand them to keys and values of heads.
+        k: keys by KV head; latents as keys for a single head.
+        v: values; for latents, the matrices that expand them to each head's keys and values.
         rope: cosines and sines that rotate queries and keys; None for no rotation.
         sinks: logits that take part in the softmax without values, or None.
-        tree_mask: trees of draft tokens, or None.
+        tree_mask: draft-token trees, or None.
     """
 
     q: Float[Array, "T Q W"]
@@ -46,16 +46,16 @@ class NewTokens(NamedTuple):
 
 
 class KVForm(ABC):
-    """Vectors that a layer stores per token in the pool of a device; hashable."""
+    """Vectors that a layer stores per token in a device's pool; hashable."""
 
     @property
     @abstractmethod
     def kind(self) -> KVKind:
-        """Kind of these vectors."""
+        """The kernels' description of these vectors."""
 
     @property
     def score_size(self) -> int:
-        """Number of multiplications per query head and key: elements of the key and of the value."""
+        """Multiplications per query head and key: the key's and the value's elements."""
         return self.kind.key_dim + self.kind.value_dim
 
     @property
@@ -71,11 +71,11 @@ class KVForm(ABC):
         return ops.select_backend(backend, kind=self.kind, num_query_heads=num_query_heads, **facts)
 
     def default_page_size(self, backend: str, kv_dtype: jnp.dtype) -> int:
-        """Return the default page size in tokens of a named backend."""
+        """Return a named backend's default page size in tokens."""
         return ops.default_page_size(backend, self.kind, kv_dtype)
 
     def new_pages(self, backend: str, *, num_layers: int, num_pages: int, page_size: int, dtype: jnp.dtype) -> Pages:
-        """Return an empty pool of a named backend."""
+        """Return an empty pool for a named backend."""
         sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
         return ops.new_pages(backend, self.kind, **sizes, dtype=dtype)
 
@@ -84,7 +84,7 @@ class KVForm(ABC):
         return ops.move_tokens(backend, self.kind, kv_pages, page_table, *moves)
 
     def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
-        """Return the rows of a step for all of its layers; see `ragged_paged_attention.step_rows`."""
+        """Return a step's rows, prepared once for all layers; see `ragged_paged_attention.step_rows`."""
         return ops.step_rows(backend, rows)
 
     @abstractmethod
@@ -103,11 +103,11 @@ class KVForm(ABC):
 
 @dataclass(frozen=True)
 class HeadVectors(KVForm):
-    """Keys and values of every KV head.
+    """Keys and values for every KV head.
 
     Attributes:
         num_kv_heads: number of KV heads, K.
-        head_dim: size of a key and of a value, H.
+        head_dim: key and value size, H.
     """
 
     num_kv_heads: int
@@ -135,10 +135,10 @@ class HeadVectors(KVForm):
 
 @dataclass(frozen=True)
 class MixedHeads(HeadVectors):
-    """Larger heads of a model whose layers have heads of two sizes; its pool is made for them.
+    """The larger heads in a model with two head sizes, for which its pool is made.
 
     Attributes:
-        smaller: heads of the other layers.
+        smaller: heads in the other layers.
     """
 
     smaller: HeadVectors
@@ -156,7 +156,7 @@ class MixedHeads(HeadVectors):
         larger = HeadVectors(self.num_kv_heads, self.head_dim)
         facts: dict[str, Any] = {"num_query_heads": num_query_heads, "kv_dtype": kv_dtype, "platform": platform}
         found = [form.select_backend(backend, page_size=page_size, **facts) for form in (larger, self.smaller)]
-        chosen = max(found, key=list(ops.BACKENDS).index)  # the better one serves only one size
+        chosen = max(found, key=list(ops.BACKENDS).index)  # a more preferred one serves only one size
         for form in (larger, self.smaller):
             form.select_backend(chosen, page_size=page_size or self.default_page_size(chosen, kv_dtype), **facts)
         return chosen
@@ -164,16 +164,16 @@ class MixedHeads(HeadVectors):
 
 @dataclass(frozen=True)
 class PartOfPages(HeadVectors):
-    """Smaller heads in a pool made for larger ones: several layers share the pages of one layer of the pool.
+    """Smaller heads in a pool made for larger ones: several layers share the pages for one pool layer.
 
     Attributes:
-        num_parts: number of layers that share the pages of one.
+        num_parts: number of layers that share these pages.
     """
 
     num_parts: int
 
     def move_tokens(self, backend: str, kv_pages: Pages, page_table: Int[Array, "rows M"], *moves: Array) -> Pages:
-        """Copy tokens within their rows, in every part of the pages."""
+        """Copy tokens within their rows, in every layer's part."""
         pool: Pages = ops.split_pages(backend, kv_pages, self.kind, self.num_parts)
         for part in range(self.num_parts):
             pool = super().move_tokens(backend, pool, page_table * self.num_parts + part, *moves)
@@ -182,7 +182,7 @@ class PartOfPages(HeadVectors):
         return pool.reshape(kv_pages.shape)
 
     def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
-        """Return the rows with a gathered page table, from which each layer computes its page ids."""
+        """Return the rows with a gathered page table; each layer computes its page ids from it."""
         return rows.with_gathered_table()
 
     def attend(
@@ -207,7 +207,7 @@ class Latents(KVForm):
     """One latent for all heads, which begins with its value (multi-head latent attention).
 
     Attributes:
-        rank: elements of the value, r.
+        rank: value size, r.
         rope_dim: number of further elements, which are rotated.
     """
 

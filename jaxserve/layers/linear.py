@@ -19,7 +19,7 @@ from jaxserve.layers.token_context import TokenContext
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 from jaxserve.pallas_kernels.narrow_floats import is_narrow
 
-_MIN_TILE, _MAX_TILE = 8, 512  # rows; larger tiles make floats of a matrix less often, and pad more
+_MIN_TILE, _MAX_TILE = 8, 512  # rows; larger tiles dequantise a matrix less often, but pad more
 
 
 MeshAxes = str | tuple[str, ...]
@@ -31,15 +31,14 @@ class LinearContext(NamedTuple):
     The matrix multiplies, `reduce` sums over devices, and `finish` does the rest; kernels may fuse all of them.
 
     Attributes:
-        tokens: tokens whose activations the rows of x are; None outside of layers. A matrix that adds terms by token to
-            its product, as adapters do, finds there whose tokens they are.
-        norm: norm of x.
+        tokens: tokens by row of x, None outside layers; matrices that add per-token terms, as adapters do, read it.
+        norm: norm applied to x.
         bias: bias, for grouped matrices [groups, out].
-        activation: function of the sums and the bias.
+        activation: function applied after the bias.
         residual: residual stream.
-        dtype: dtype of the result; None for the dtype of x.
-        axis: mesh axes along which each device has some columns of the matrix and of x.
-        num_shards: number of devices whose groups the rows of a grouped matmul are; see `grouped_matmul`.
+        dtype: result dtype; None for x's dtype.
+        axis: mesh axes along which each device has some columns of both the matrix and x.
+        num_shards: number of expert-parallel shards whose rows x holds; see `grouped_matmul`.
     """
 
     tokens: TokenContext | None = None
@@ -52,11 +51,11 @@ class LinearContext(NamedTuple):
     num_shards: int = 1
 
     def reduce(self, y: Float[Array, "T out"]) -> Float[Array, "T out"]:
-        """Sum the products of all devices."""
+        """Sum over the devices."""
         return y if self.axis is None else lax.psum(y, self.axis)
 
     def finish(self, y: Float[Array, "T out"]) -> Float[Array, "T outputs"]:
-        """Apply what follows the sums."""
+        """Add the bias, apply the activation and add the residual stream."""
         if self.bias is not None:
             y += self.bias[None, :].astype(y.dtype)
         y = self.activation(y) if self.activation else y
@@ -64,21 +63,21 @@ class LinearContext(NamedTuple):
 
 
 class Matrix(ABC):
-    """A matrix [out, in] in the format of a device: a pytree with its own matmul and look-up."""
+    """A matrix [out, in] as a device stores it: a pytree with its own matmul and row look-up."""
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Shape [out, in], whatever the arrays that hold it."""
+        """Shape [out, in], which may differ from the shapes that its arrays have."""
 
     @abstractmethod
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
-        """Return `x @ W.T`, accumulated in float32; formats of quantised activations quantise `x` here."""
+        """Return `x @ W.T`, accumulated in float32; formats that quantise activations do so here."""
 
     def multiply_in_stack(
         self, x: Float[Array, "T in"], stack: Matrix, layer: Int[Array, ""], context: LinearContext
     ) -> Float[Array, "T out"]:
-        """Multiply by this matrix of `layer` in a stack; formats whose kernels read the stack override this."""
+        """Return `x @ W.T`; formats whose kernels read W in place, as matrix `layer` in a stack, override this."""
         return self.multiply(x, context)
 
     @abstractmethod
@@ -101,11 +100,11 @@ class Matrix(ABC):
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
-        """Multiply each row by the matrix of its group, one of G that make up this one.
+        """Compute a grouped matmul: this matrix consists of G equal matrices, and each row of x is multiplied by one.
 
-        The result is in float32, or rounded to `context.dtype`. The rows of x are sorted by group, as `grouped_matmul`
-        takes them. By default matrices are made floats one after the other, each for a tile of its rows; matrices of
-        empty groups are not read.
+        The result is in float32, or rounded to `context.dtype`. Rows are sorted by group, as `grouped_matmul` takes
+        them. By default one matrix after the other is dequantised, once per row tile; empty groups' matrices are not
+        read.
         """
         (num_rows, _), num_groups = x.shape, group_sizes.size
         size, tile_rows = self.shape[0] // num_groups, _group_tile_rows(num_rows, num_groups * context.num_shards)
@@ -124,14 +123,14 @@ class Matrix(ABC):
             others = lax.dynamic_slice_in_dim(y, start, tile_rows)
             return lax.dynamic_update_slice_in_dim(y, jnp.where(is_in_group[:, None], found, others), start, axis=0)
 
-        # Zeros that depend on the layer's own groups: else XLA makes those of all layers at the start, and keeps them.
+        # Zeros that depend on the layer's groups: otherwise XLA allocates all layers' zeros early and keeps them.
         zero = jnp.minimum(end_tiles[-1], 0).astype(jnp.float32)
         return lax.fori_loop(0, end_tiles[-1], add, jnp.full((num_rows, size), zero))
 
     def linear_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M outputs"]:
-        """Compute the linear layer of each row's group, without the sum over devices."""
+        """Compute a linear layer with a matrix and bias per group, without the sum over devices."""
         bias = context.bias
         y = self.multiply_groups(x, group_sizes, context if bias is None else context._replace(dtype=jnp.float32))
         if bias is not None:
@@ -140,26 +139,26 @@ class Matrix(ABC):
 
 
 def group_of_rows(group_sizes: Int[Array, " G"], num_rows: int) -> Int[Array, " M"]:
-    """Return the group of each row; G for rows after the last group."""
+    """Return each row's group; G for rows after the last group."""
     return jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(num_rows), side="right")
 
 
 @dataclass(frozen=True)
 class FloatMatrix(Matrix):
-    """A matrix in an array of floats."""
+    """A matrix in a float array."""
 
     array: Float[Array, "out in"]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
+        """Shape [out, in]."""
         return self.array.shape
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
-        """Multiply; one token from the left, as XLA:CPU reads a row-major matrix up to eight times faster as W·x.
+        """Return `x @ W.T`; for one token as `W @ x`, since XLA:CPU then reads a row-major matrix up to 8x faster.
 
         Float32 is multiplied in float32, not in the TF32 or bfloat16 that accelerators use by default. On a CPU
-        narrower floats are too, by slabs: XLA would convert the whole matrix.
+        narrower floats are upcast to float32 by slabs: XLA would convert the whole matrix.
         """
         if is_narrow(self.array.dtype):
             return multiply_by_slabs(lambda rows: rows, [StoredRows(self.array)], x)
@@ -183,7 +182,7 @@ class FloatMatrix(Matrix):
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
-        """Multiply by one grouped matmul, or on a CPU the narrower floats of one matrix after the other."""
+        """Compute one grouped matmul; on a CPU, multiply narrower floats matrix by matrix."""
         if is_narrow(self.array.dtype):
             return super().multiply_groups(x, group_sizes, context)
         matrices = self.array.reshape(group_sizes.size, -1, x.shape[1])
@@ -193,11 +192,11 @@ class FloatMatrix(Matrix):
 
 @dataclass(frozen=True)
 class StackedMatrix(Matrix):
-    """The matrix of one layer in a stack, which kernels read in place.
+    """One layer's matrix in a stack, which kernels read in place.
 
     Attributes:
-        stack: matrices of all layers, in an array of floats or in another format.
-        layer: index of the layer in the stack.
+        stack: all layers' matrices, in a float array or in another format.
+        layer: index in the stack.
     """
 
     stack: Float[Array, "layers out in"] | Matrix
@@ -205,11 +204,11 @@ class StackedMatrix(Matrix):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the layer's matrix."""
+        """Shape [out, in]."""
         return self.stack.shape[1:]
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
-        """Multiply by a kernel that reads the stack, or by the layer's slice."""
+        """Return `x @ W.T` from a kernel that reads the stack in place, or with the layer's slice."""
         matrix = self._slice()
         if isinstance(self.stack, Matrix):
             return matrix.multiply_in_stack(x, self.stack, self.layer, context)
@@ -226,7 +225,7 @@ class StackedMatrix(Matrix):
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
-        """Multiply by one grouped matmul that reads a stack of floats in place, or by the slice of any other."""
+        """Compute one grouped matmul that reads a float stack in place; slice any other stack."""
         if isinstance(self.stack, Matrix):
             return self._slice().multiply_groups(x, group_sizes, context)
         dtype, num_shards = context.dtype or jnp.float32, context.num_shards
@@ -242,7 +241,7 @@ class ObservedMatrix(Matrix):
 
     Attributes:
         matrix: matrix that computes.
-        observe: function of the inputs x[T, in].
+        observe: function called with the inputs x[T, in].
     """
 
     matrix: Matrix
@@ -250,11 +249,11 @@ class ObservedMatrix(Matrix):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix."""
+        """Shape [out, in]."""
         return self.matrix.shape
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
-        """Pass the inputs on and multiply."""
+        """Pass the inputs to `observe` and multiply."""
         self.observe(x)
         return self.matrix.multiply(x, context)
 
@@ -290,13 +289,13 @@ def embed(
     dtype: jax.typing.DTypeLike | None = None,
     axis: MeshAxes | None = None,
 ) -> Float[Array, "T D"]:
-    """Return rows of the embedding; ids are clipped to the range.
+    """Look up token embeddings; ids are clipped to the vocabulary.
 
     Args:
-        token_ids: rows.
+        token_ids: token ids.
         table: embedding.
-        dtype: dtype of the result; None for the dtype of the rows.
-        axis: mesh axes along which each device has the same number of rows, in order; other ids get zeros.
+        dtype: result dtype; None for the embedding's dtype.
+        axis: mesh axes that divide the rows evenly, in order; the devices' look-ups are summed.
     """
     matrix = as_matrix(table)
     if axis is None:
@@ -309,11 +308,11 @@ def embed(
 
 
 def _group_tile_rows(num_rows: int, num_groups: int) -> int:
-    """Return the rows of a tile: a power of two near the mean size of a group."""
+    """Return the tile size in rows: a power of two near the mean group size."""
     mean = 1 << max(0, num_rows // num_groups - 1).bit_length()
     return min(num_rows, max(_MIN_TILE, min(mean, _MAX_TILE)))
 
 
 def as_matrix(weight: Weight) -> Matrix:
-    """Return a weight as a matrix; floats are bare arrays in parameter trees, as in checkpoints."""
+    """Return a weight as a matrix; parameter trees have float weights as bare arrays."""
     return weight if isinstance(weight, Matrix) else FloatMatrix(weight)

@@ -1,16 +1,16 @@
-"""Linear attention whose memory decays: the recurrence over a step's rows, which several forms of states share.
+"""Linear attention with a decaying memory: the recurrence over a step's rows, shared by Gated DeltaNet and Mamba-2.
 
-Each value head has a memory S [Dv, Dk]. A token with query q, key k, value v and the decay a changes and reads it:
+Each value head has a memory S [Dv, Dk]. A token with query q, key k, value v and decay a updates and reads it:
 
     S <- a S;  S <- S + v k^T;  out = S q
 
-By the delta rule (Yang et al. 2024, arXiv 2412.06464) it adds b (v - S k) in place of v, with the rate b of the token.
+The delta rule (Yang et al. 2024, arXiv 2412.06464) adds b (v - S k) instead of v, with the token's rate b.
 
-Rows of one token are computed so, some of them at once. Longer rows are computed in chunks of up to CHUNK tokens, each
-by a few matrix products (Dao & Gu 2024, arXiv 2405.21060); by the delta rule, their changes of S depend on each other
-through a triangular system of equations (Yang et al. 2024, arXiv 2406.06484). Both are loops over what a step really
-has: shapes depend on neither the number of rows nor their lengths. What is read from S is read in one product, on which
-its changes depend: XLA would copy the pool to read it once it is written to.
+One-token rows are computed this way, a few simultaneously. Longer rows are computed in chunks with up to CHUNK tokens,
+each by a few matmuls (Dao & Gu 2024, arXiv 2405.21060). With the delta rule, the updates that a chunk makes to S depend
+on each other through a triangular system (Yang et al. 2024, arXiv 2406.06484). Both loops run only over rows and chunks
+that the step has, although shapes depend on neither the number of rows nor their lengths. Each iteration reads S in one
+matmul, and its update depends on that matmul: XLA would copy the pool if it were read after a write.
 """
 
 from functools import partial
@@ -24,18 +24,18 @@ from jaxtyping import Array, Bool, Float32, Int
 from jaxserve.layers.state_forms import StateRows, read_entries
 from jaxserve.pallas_kernels.target import target_platform
 
-CHUNK = 64  # tokens of a chunk
-ROWS, CPU_ROWS = 16, 1  # rows of one token that are computed at once; XLA:CPU gathers memories slowly
+CHUNK = 64  # maximum tokens per chunk
+ROWS, CPU_ROWS = 16, 1  # one-token rows per iteration; XLA:CPU gathers memories slowly
 
 _einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 class MemoryPool(NamedTuple):
-    """States of all layers and entries.
+    """States by layer and entry.
 
     Attributes:
         memory: memory of each value head.
-        window: inputs of the short convolution of the tokens before the next one.
+        window: inputs to the short convolution from the tokens before the next one.
     """
 
     memory: Float32[Array, "L N V Dv Dk"]
@@ -43,14 +43,14 @@ class MemoryPool(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Tokens of a step as the heads read them.
+    """Inputs to the heads, per token.
 
     Attributes:
-        q: queries, each of which serves equally many consecutive value heads.
+        q: queries; each serves the same number of consecutive value heads.
         k: keys, likewise.
         v: values.
         log_decay: logarithm of each head's decay.
-        rate: rate of the delta rule; None for values that are added as they are.
+        rate: delta-rule rate; None without the delta rule.
     """
 
     q: Float32[Array, "T K Dk"]
@@ -63,7 +63,7 @@ class Heads(NamedTuple):
 def advance(
     heads: Heads, rows: StateRows, memory: Float32[Array, "L N V Dv Dk"], layer: Int[Array, ""]
 ) -> tuple[Float32[Array, "T V Dv"], Float32[Array, "L N V Dv Dk"]]:
-    """Compute the tokens of a step in one layer; return what they read, and the memory they leave."""
+    """Compute a step's tokens in one layer; return their outputs and the updated memory."""
     out, memory = _single_tokens(heads, rows, memory, layer)
     return (out, memory) if len(out) == 1 else _chunks(heads, rows, out, memory, layer)
 
@@ -71,7 +71,7 @@ def advance(
 def _single_tokens(
     heads: Heads, rows: StateRows, memory: Float32[Array, "L N V Dv Dk"], layer: Int[Array, ""]
 ) -> tuple[Float32[Array, "T V Dv"], Float32[Array, "L N V Dv Dk"]]:
-    """Return what the tokens of rows with one token read, any numbers for others, and the memory they leave."""
+    """Compute the one-token rows: return their outputs (undefined for other tokens) and the updated memory."""
     (T, V, _), R, nowhere = heads.v.shape, rows.start.shape[0], memory.shape[1]
     group = V // heads.k.shape[1]
     size = min(CPU_ROWS if target_platform() == "cpu" else ROWS, R)
@@ -100,7 +100,7 @@ def _single_tokens(
         out = out.at[jnp.where(is_there, token, T)].set(read, mode="drop")
         return out, memory.at[layer, jnp.where(is_there, entry, nowhere)].set(new, mode="drop")
 
-    # The values are the layer's own numbers: XLA would make zeros of all layers at once, and keep them.
+    # Start from the values, which belong to this layer: XLA would allocate zeros for all layers together and keep them.
     return lax.fori_loop(0, -(-num_rows // size), compute, (heads.v, memory))
 
 
@@ -109,9 +109,9 @@ def _is_single(rows: StateRows) -> Bool[Array, " R"]:
 
 
 def _lone_token(rows: StateRows) -> tuple[Int[Array, "2"], Int[Array, "2"], Int[Array, ""]]:
-    """Return row and entry of what the token of a step of one token writes, and how many entries that are.
+    """Return rows, target entries and their number for a step with one token.
 
-    No chunks follow, so that it is computed here with a snapshot, too: once for each entry, that of the slot last.
+    As no chunks follow, the token is computed here even if a snapshot is wanted: once per entry, the slot's last.
     """
     has_kept = (rows.kept_len > 0).astype(jnp.int32)
     entry = jnp.where(has_kept > 0, jnp.concatenate([rows.kept, rows.target]), rows.target)
@@ -125,11 +125,11 @@ def _chunks(
     memory: Float32[Array, "L N V Dv Dk"],
     layer: Int[Array, ""],
 ) -> tuple[Float32[Array, "T V Dv"], Float32[Array, "L N V Dv Dk"]]:
-    """Return `out` with what the tokens of longer rows read, and the memory they leave.
+    """Compute the longer rows: return `out` with their outputs, and the updated memory.
 
-    The chunks of a row follow each other; one ends where a snapshot of its state is wanted, and one without tokens
-    follows if that is the end of the row. Each leaves its memory to the next, which writes it to the pool first of all:
-    XLA would copy the pool to write what a chunk still reads.
+    A row's chunks are consecutive. A chunk ends at the position that a snapshot wants; if the row ends there too, an
+    empty chunk follows. Each chunk passes its state to the next, which first writes it to the pool: if a chunk read the
+    pool and wrote it afterwards, XLA would copy the pool.
     """
     T = out.shape[0]
     size = min(CHUNK, 1 << (T - 1).bit_length())
@@ -169,12 +169,12 @@ def _chunks(
 def _chunk(
     heads: Heads, is_there: Bool[Array, " T"], memory: Float32[Array, "V Dv Dk"]
 ) -> tuple[Float32[Array, "T V Dv"], Float32[Array, "V Dv Dk"]]:
-    """Return what the tokens of one chunk read, and the memory they leave; tokens that are not there change nothing."""
+    """Return one chunk's outputs and the updated memory; tokens outside `is_there` change nothing."""
     q = jnp.swapaxes(heads.q, 0, 1)
     k, v = (jnp.where(is_there[None, :, None], jnp.swapaxes(x, 0, 1), 0.0) for x in (heads.k, heads.v))
     by_head = jax.tree.map(lambda x: jnp.where(is_there[None, :], x.T, 0.0), (heads.log_decay, heads.rate))
     (log_decay, rate), (V, size, _), K = by_head, v.shape, len(k)
-    total = jnp.cumsum(log_decay, axis=1)  # logarithm of the decay from the beginning of the chunk to each token
+    total = jnp.cumsum(log_decay, axis=1)  # logarithm of the decay from the chunk's beginning to each token
     is_seen = jnp.arange(size)[:, None] >= jnp.arange(size)[None, :]
     between = jnp.exp(jnp.where(is_seen[None], total[:, :, None] - total[:, None, :], -jnp.inf))
     decay = jnp.exp(total)[:, :, None]
@@ -186,7 +186,7 @@ def _chunk(
     if rate is None:
         change, read = v, _einsum("htk,hvk->htv", per_value_head(q), memory)
     else:
-        # A token's change of the memory reads those of the tokens before it: a unit lower triangular system.
+        # Each token's update depends on the updates by earlier tokens: a unit lower triangular system.
         system = per_value_head(_einsum("htk,hsk->hts", k, k)) * rate[:, :, None] * between
         both = per_value_head(jnp.concatenate([k, q], axis=1))
         of_keys, read = jnp.split(_einsum("htk,hvk->htv", both, memory), 2, axis=1)
@@ -199,10 +199,10 @@ def _chunk(
 
 
 def _unit_triangular_inverse(system: Float32[Array, "V T T"]) -> Float32[Array, "V T T"]:
-    """Return the inverses of matrices with ones on the diagonal and the entries of `system` below it.
+    """Return the inverses of matrices with ones on the diagonal and `system` below it.
 
-    The blocks on the diagonal are inverted, two by two, from those of half their size; T is a power of two. That is as
-    stable as substitution, which would go token by token: no power of a matrix is made.
+    Each level merges pairs of inverted diagonal blocks into blocks twice as large; T is a power of two. This is as
+    stable as substitution, which would proceed token by token: no matrix powers are computed.
     """
     H, T, _ = system.shape
     place = jnp.arange(T)

@@ -1,7 +1,7 @@
 """Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): a state space model whose state decays by one factor per head and token.
 
-A short convolution over the last tokens makes inputs x of the heads, and B and C of groups of heads. With the time step
-dt and the rate A < 0 of a head, a token changes and reads its state S, which `layers/linear_attention.py` computes:
+A short convolution over the last tokens makes each head's input x, and B and C for each head group. With a head's time
+step dt and rate A < 0, a token updates and reads the head's state S; `layers/linear_attention.py` computes this:
 
     S <- exp(dt A) S + dt x B^T;  out = S C + D x
 """
@@ -20,15 +20,15 @@ from jaxserve.layers.state_forms import StateRows
 
 
 class MambaInputs(NamedTuple):
-    """Inputs of a layer's tokens.
+    """Inputs of the layer, per token.
 
     Attributes:
-        mixed: inputs of the convolution: x of all heads, B and C of all groups.
-        taps: weights of the convolution, those of the latest token last.
-        conv_bias: bias of the convolution; None if it has none.
-        time_step: time step of each head.
+        mixed: convolution inputs: x for all heads, B and C for all groups.
+        taps: convolution weights, the latest token's last.
+        conv_bias: convolution bias, or None.
+        time_step: time step by head.
         log_decay: logarithm of each head's decay.
-        skip: factor on x that is added to what each head reads.
+        skip: D: each head's output is S C + D x.
     """
 
     mixed: Float[Array, "T C"]
@@ -41,18 +41,18 @@ class MambaInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Mamba:
-    """Sizes of a Mamba-2 layer; those of a device's heads where a model is split.
+    """Sizes of a Mamba-2 layer: for one device's heads if the model is split.
 
     Attributes:
-        num_groups: groups of heads, which share B and C.
+        num_groups: head groups; the heads in a group share B and C.
         num_heads: heads, each with a state.
         state_dim: size of B and C, Dk.
-        head_dim: size of a head's x, Dv.
+        head_dim: size of x per head, Dv.
         width: tokens that the convolution sees, the latest included.
-        time_step_limit: least and greatest time step.
+        time_step_limit: minimum and maximum time step.
         conv_bias: True if the convolution has a bias.
         proj_bias: True if the projections before and after have one.
-        num_shares: number of parts of each group's heads, where a model is split; a device may have several.
+        num_shares: number of parts into which tensor parallelism divides each group's heads; a device may have several.
     """
 
     num_groups: int
@@ -67,22 +67,22 @@ class Mamba:
 
     @property
     def inner_size(self) -> int:
-        """Elements of a token's x."""
+        """Elements in a token's x."""
         return self.num_heads * self.head_dim
 
     @property
     def group_size(self) -> int:
-        """Elements of a token's B, and of its C."""
+        """Elements in a token's B; its C has the same number."""
         return self.num_groups * self.state_dim
 
     @property
     def token_flops(self) -> int:
-        """Operations of a token: its convolution, the decay of S, and two products with S."""
+        """Operations per token: the convolution, the decay of S, and two multiplications with S."""
         mixed = 2 * self.group_size + self.inner_size
         return 2 * self.width * mixed + 5 * self.inner_size * self.state_dim
 
     def local(self, num_devices: int) -> "Mamba":
-        """Return the sizes on one of `num_devices`, which has each group that some of its heads belong to.
+        """Return the sizes on one device among `num_devices`: it has every group to which any of its heads belongs.
 
         Raises:
             ConfigError: `num_devices` does not divide the heads.
@@ -102,11 +102,11 @@ class Mamba:
         )
 
     def times(self, factor: int) -> "Mamba":
-        """Return the sizes with groups and heads multiplied by `factor`."""
+        """Return the sizes with `factor` times as many groups and heads."""
         return replace(self, num_groups=self.num_groups * factor, num_heads=self.num_heads * factor)
 
     def new(self, num_layers: int, num_entries: int) -> MemoryPool:
-        """Return a pool of zeros."""
+        """Return a zeroed pool."""
         memory = (num_layers, num_entries, self.num_heads, self.head_dim, self.state_dim)
         window = (num_layers, num_entries, self.width - 1, 2 * self.group_size + self.inner_size)
         return MemoryPool(jnp.zeros(memory, jnp.float32), jnp.zeros(window, jnp.float32))
@@ -114,7 +114,7 @@ class Mamba:
     def advance(
         self, inputs: MambaInputs, rows: StateRows, pool: MemoryPool, layer: Int[Array, ""]
     ) -> tuple[Float32[Array, "T V Dv"], MemoryPool]:
-        """Compute the tokens of a step in one layer; return the outputs of the heads, and the pool."""
+        """Compute a step's tokens in one layer; return the heads' outputs and the updated pool."""
         mixed = inputs.mixed.astype(jnp.float32)
         mixed, window = convolve(mixed, inputs.taps, inputs.conv_bias, rows, pool.window, layer)
         x, b, c = jnp.split(mixed, [self.inner_size, self.inner_size + self.group_size], axis=1)

@@ -10,16 +10,16 @@ from jaxtyping import Array, Float
 
 
 def swiglu(gate_up: Float[Array, "T F2"]) -> Float[Array, "T F"]:
-    """Return SiLU(gate) * up, where `gate_up` holds both side by side (Shazeer 2020)."""
+    """Return SiLU(gate) * up (Shazeer 2020); `gate_up` holds both side by side."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
 class ClampedSwiglu(NamedTuple):
-    """SwiGLU of gpt-oss, a function: `(up + 1) * gate * sigmoid(alpha * gate)` after clamps.
+    """SwiGLU as in gpt-oss, a function: `(up + 1) * gate * sigmoid(alpha * gate)` after clamps.
 
     Attributes:
-        limit: upper bound of the gate, and bound of the absolute value of up.
+        limit: upper bound for gate, and bound for up's absolute value.
         alpha: factor within the sigmoid.
     """
 
@@ -27,14 +27,14 @@ class ClampedSwiglu(NamedTuple):
     alpha: float
 
     def __call__(self, pairs: Float[Array, "T F2"]) -> Float[Array, "T F"]:
-        """Return one output for each gate and the up projection beside it: gates are the even columns."""
+        """Return one output per pair of columns: even columns are gates, odd ones the up projection."""
         gate = jnp.minimum(pairs[:, ::2], self.limit)
         up = jnp.clip(pairs[:, 1::2], -self.limit, self.limit)
         return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 def geglu(gate_up: Float[Array, "T F2"]) -> Float[Array, "T F"]:
-    """Return GELU(gate) * up, where `gate_up` holds both side by side (Shazeer 2020); GELU in its tanh form."""
+    """Return GELU(gate) * up (Shazeer 2020) with tanh GELU; `gate_up` holds both side by side."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.gelu(gate, approximate=True) * up
 
@@ -44,7 +44,7 @@ def _relu_squared(x: Float[Array, "T F"]) -> Float[Array, "T F"]:
 
 
 _gelu, _tanh_gelu = (partial(jax.nn.gelu, approximate=approximate) for approximate in (False, True))
-# Activations without a gate, by their names in config.json; three of them are one function.
+# Activations without a gate, by their names in config.json; three names mean the same function.
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu": _gelu,
     "gelu_fast": _tanh_gelu,

@@ -20,7 +20,7 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
 
 
 def offset_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """Return the root-mean-square norm of the last axis times 1 + `weight`, all in float32."""
+    """Return the root-mean-square norm over the last axis times 1 + `weight`, all in float32."""
     x32 = x.astype(jnp.float32)
     x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     factor = 1.0 + weight.astype(jnp.float32)
@@ -28,9 +28,9 @@ def offset_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float)
 
 
 def layer_norm(x: Float[Array, "*B D"], weight: NormWeight, eps: float) -> Float[Array, "*B D"]:
-    """Return the layer norm over the last axis in float32 (Ba et al. 2016), with a dict of weight and bias or a weight.
+    """Return the layer norm over the last axis in float32 (Ba et al. 2016).
 
-    Weights of several dimensions have one vector for each head.
+    `weight` is an array, or a dict with weight and bias; arrays with several dimensions have a vector per head.
     """
     p = weight if isinstance(weight, Mapping) else {"weight": weight}
     x32 = x.astype(jnp.float32)

@@ -12,21 +12,22 @@ from numpy.typing import NDArray
 
 from jaxserve.errors import ConfigError
 
-_Options = Mapping[str, Any]  # numbers, and LongRoPE's lists of them
+_Options = Mapping[str, Any]  # numbers, and number lists for LongRoPE
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embeddings of a checkpoint, in the terms of Hugging Face's `rope_parameters`.
+    """A checkpoint's rotary embeddings, in the terms that Hugging Face's `rope_parameters` uses.
 
     Attributes:
-        theta: base of the wavelengths.
-        kind: method that stretches positions: default (none), linear, llama3, longrope, proportional or yarn.
-        options: sorted parameters of that method, numbers or tuples of them; `models.hf_config.read_rope` ensures that
+        theta: base for the wavelengths.
+        kind: scaling method: default (none), linear, llama3, longrope, proportional or yarn.
+        options: the method's parameters, sorted: numbers or number tuples; `models.hf_config.read_rope` ensures that
             none is missing.
-        fraction: part of each head that is rotated, its first dimensions.
-        interleaved: True if dimensions 2i and 2i + 1 are rotated together, False if i and i + half of those rotated.
-        query_growth: numbers a and n by which a query at position t has the factor 1 + a * log(1 + floor(t / n)), as in
+        fraction: fraction of each head that is rotated, its first dimensions.
+        interleaved: True for interleaved RoPE (dimensions 2i and 2i + 1 form a pair); False if i and i + R / 2 do, with
+            R rotated dimensions.
+        query_growth: numbers a and n: a query at position t is multiplied by 1 + a * log(1 + floor(t / n)), as in
             Llama 4; None for no factor.
     """
 
@@ -38,11 +39,11 @@ class RopeConfig:
     query_growth: tuple[float, float] | None = None
 
     def rotated(self, head_dim: int) -> int:
-        """Return the number of dimensions of a head that are rotated."""
+        """Return the number of rotated dimensions per head."""
         return int(head_dim * self.fraction)
 
     def check(self, head_dim: int) -> None:
-        """Raise a ConfigError if heads of this size cannot be rotated so."""
+        """Raise a ConfigError if this rotation does not suit the head size."""
         if head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
         num_rotated = self.rotated(head_dim)
@@ -56,15 +57,15 @@ class RopeConfig:
             raise ConfigError(f"{', '.join(wrong)} must have {num_rotated // 2} numbers, got {wrong}")
 
     def frequencies(self, head_dim: int) -> tuple[NDArray[np.float32], float]:
-        """Return inverse frequencies of the rotated dimensions, one per pair, and the factor on cos and sin."""
+        """Return one inverse frequency per rotated pair, and the factor on cos and sin."""
         dim = self.rotated(head_dim)
         base = np.reciprocal(_periods(self.theta, dim))
         return _SCALINGS[self.kind](base, dict(self.options), self.theta, dim)
 
     def within(self, max_len: int) -> "RopeConfig":
-        """Return the config for sequences of at most `max_len` tokens, by which LongRoPE chooses its factors.
+        """Return the config for sequences up to `max_len` tokens; LongRoPE chooses its factors by this length.
 
-        One choice for all positions: keys in the pool are rotated once, and must suit every later query.
+        The choice holds for all positions: keys in the pool are rotated once, and must suit every later query.
         """
         options = dict(self.options)
         if self.kind != "longrope" or max_len > options["original_max_position_embeddings"]:
@@ -74,7 +75,7 @@ class RopeConfig:
 
 
 def _periods(theta: float, dim: int) -> NDArray[np.float32]:
-    """Return powers of theta, rounded once: an ulp of frequency is a visible angle at a far position."""
+    """Return powers of theta, rounded once: one ulp in a frequency is a visible angle at a far position."""
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return np.power(np.float32(theta), exponent, dtype=np.float64).astype(np.float32)
 
@@ -100,7 +101,7 @@ def _llama3(freq: NDArray[np.float32], options: _Options, _theta: float, _dim: i
 
 
 def _longrope(_freq: NDArray[np.float32], options: _Options, theta: float, dim: int) -> _Scaling:
-    """Divide each frequency by a factor of its own (Ding et al. 2024)."""
+    """Divide each frequency by its own factor (Ding et al. 2024)."""
     factor, trained = options["factor"], options["original_max_position_embeddings"]
     default = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     scaled = 1 / (np.array(options["long_factor"]) * _periods(theta, dim))
@@ -132,7 +133,7 @@ def _yarn(freq: NDArray[np.float32], options: _Options, theta: float, dim: int) 
 
 
 def _proportional(freq: NDArray[np.float32], options: _Options, _theta: float, dim: int) -> _Scaling:
-    """Leave the last pairs as they are: the others have the wavelengths that they have if all are rotated."""
+    """Rotate only the first pairs, with the same wavelengths as if all pairs were rotated."""
     num_rotated = int(options.get("partial_rotary_factor", 1.0) * dim // 2)
     rotated = np.where(np.arange(dim // 2) < num_rotated, freq, 0) / np.float32(options.get("factor", 1.0))
     return rotated.astype(np.float32), 1.0
@@ -149,7 +150,7 @@ _SCALINGS: dict[str, Callable[[NDArray[np.float32], _Options, float, int], _Scal
 
 
 def rope_table(positions: Int[Array, " T"], config: RopeConfig, head_dim: int) -> Float[Array, "2 T half"]:
-    """Return cosines and sines of every token's angles, in float32: of the pairs that `pair_halves` makes."""
+    """Return cosines and sines in float32, for every token and each pair in `pair_halves` order."""
     freq, factor = config.frequencies(head_dim)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq)[None, :]
     table = jnp.stack([jnp.cos(angles), jnp.sin(angles)]) * factor
@@ -161,11 +162,11 @@ def rope_table(positions: Int[Array, " T"], config: RopeConfig, head_dim: int) -
 
 
 class Rotation(NamedTuple):
-    """Rotation of the queries and keys of a layer.
+    """Rotation for a layer's queries and keys.
 
     Attributes:
         table: cosines and sines, see `rope_table`.
-        query_factor: factor on the queries of each token; None for no factor.
+        query_factor: factor on each token's queries; None for no factor.
     """
 
     table: Float[Array, "2 T half"]
@@ -173,7 +174,7 @@ class Rotation(NamedTuple):
 
 
 def rotation(positions: Int[Array, " T"], config: RopeConfig | None, head_dim: int) -> Rotation | None:
-    """Return the rotation of layers with this config; None without one."""
+    """Return the rotation for layers with this config; None without a config."""
     if config is None:
         return None
     table = rope_table(positions, config, head_dim)
@@ -185,9 +186,9 @@ def rotation(positions: Int[Array, " T"], config: RopeConfig | None, head_dim: i
 
 
 def pair_halves(x: Float[Array, "T heads H"], config: RopeConfig | None) -> Float[Array, "T heads H"]:
-    """Return heads in the order of dimensions in which attention rotates i with i + H / 2.
+    """Reorder head dimensions so that attention rotates dimension i with i + H / 2.
 
-    The pairs that are rotated come first in both halves. Scores stay the same where queries and keys have one order.
+    Rotated pairs come first in both halves. Scores stay the same, as queries and keys have the same order.
 
     Args:
         x: queries or keys, after norms over heads.

@@ -1,13 +1,13 @@
-"""Tensor, expert and data parallelism: the mesh, and the table from logical axes of tensors to mesh axes.
+"""Tensor, expert and data parallelism: the mesh, and the table from logical tensor axes to mesh axes.
 
-Matrices are split as in Megatron-LM (Shoeybi et al. 2019): those before attention and SwiGLU by their rows (heads,
-ffn), those after by their columns, so that a layer sums over the devices twice; embedding and head by the vocabulary.
-All devices of a model take part. Those of routed experts are divided twice: whole experts along the expert axis, and
-each expert, as above, over the devices that have it.
+Matrices are split as in Megatron-LM (Shoeybi et al. 2019) over all devices: matrices before attention and SwiGLU by
+rows (heads, ffn), matrices after them by columns, so that a layer sums over the devices twice; embedding and head by
+the vocabulary. Routed experts are split twice: whole experts along the expert axis, and each expert, as above, over the
+devices that have it.
 
-Along the data axis devices have rows, with their pages, of their own: attention and MLPs, whose matrices all of them
-hold, are those of a device's own tokens. Routed experts and the vocabulary are divided along it, too. There the devices
-exchange tokens: each gathers those of all, computes its part of them, and gets the sums of its own.
+Along the data axis devices have different requests and KV pages: each computes attention and MLPs, whose matrices are
+replicated along this axis, only for its own tokens. Routed experts and the vocabulary are split along the data axis
+too: each device gathers all tokens, computes its part, and gets the sums for its own tokens.
 """
 
 import math
@@ -21,11 +21,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 
-DATA = "data"  # mesh axis along which devices have rows and pages of their own
+DATA = "data"  # mesh axis along which devices have different requests and pages
 MESH_AXES = (DATA, "tensor", "expert", "pipeline")  # the last has size 1
 TENSOR = ("tensor", "expert")  # mesh axes over which heads and MLPs are split
-EXPERTS = (DATA, "expert")  # mesh axes along which devices have experts of their own
-MODEL = (DATA, "tensor", "expert")  # mesh axes of all devices of a model, over which the vocabulary is split
+EXPERTS = (DATA, "expert")  # mesh axes along which devices have different experts
+MODEL = (DATA, "tensor", "expert")  # all axes of one model's mesh; the vocabulary is split over them
 
 MeshAxes = str | tuple[str, ...]
 
@@ -35,7 +35,7 @@ _MESH_AXES: dict[str | None, MeshAxes | None] = {
     "ffn": TENSOR,
     "expert": EXPERTS,
     "expert_ffn": "tensor",
-    "expert_rows": MODEL,  # experts and the rows of each, in one dimension
+    "expert_rows": MODEL,  # experts and their rows, in one dimension
     "embed": None,
     None: None,
 }
@@ -48,12 +48,12 @@ def tensor_mesh(
     num_expert_shards: int = 1,
     num_data_shards: int = 1,
 ) -> Mesh | None:
-    """Return the mesh over the first `num_devices` of `devices`, by default of all devices; None for one device.
+    """Return the mesh over the first `num_devices` entries in `devices`, by default all devices; None for one device.
 
-    `num_expert_shards`, the number of shares of whole experts, divides the number of devices; `num_data_shards`, the
-    size of the data axis, divides that.
+    `num_expert_shards`, the number of shards with whole experts, divides the number of devices; `num_data_shards`, the
+    data axis's size, divides `num_expert_shards`.
 
-    With many processes, the mesh has the first devices of each: all processes must take part.
+    With several processes, the mesh has the first devices in each: all processes must take part.
 
     Raises:
         ConfigError: there are fewer devices, or they cannot be divided evenly among the processes.
@@ -78,7 +78,7 @@ def tensor_mesh(
 def replica_meshes(
     tensor_parallel_size: int, data_parallel_size: int, expert_parallel_size: int = 1, num_data_shards: int = 1
 ) -> list[Mesh | None]:
-    """Return the mesh of each replica, over consecutive devices; [None] for one replica on one device.
+    """Return each replica's mesh, over consecutive devices; [None] for one replica on one device.
 
     The last two sizes are as in `tensor_mesh`.
 
@@ -105,17 +105,17 @@ def replica_meshes(
 
 
 def make_mesh(devices: Sequence[jax.Device], num_expert_shards: int = 1, num_data_shards: int = 1) -> Mesh:
-    """Return the mesh over the devices of one replica.
+    """Return the mesh over one replica's devices.
 
-    Those that have the same rows follow each other. Among these, devices that have the same experts are as far apart as
-    there are shares of experts.
+    Devices with the same requests are consecutive. Among these, devices with the same experts are
+    `num_expert_shards / num_data_shards` apart.
     """
     sizes = num_data_shards, -1, num_expert_shards // num_data_shards, 1
     return Mesh(np.array(devices).reshape(sizes), MESH_AXES)
 
 
 def tensor_size(mesh: Mesh | None) -> int:
-    """Return the number of devices that a model is split over; 1 without a mesh."""
+    """Return the number of devices over which a model is split; 1 without a mesh."""
     return 1 if mesh is None else num_parts(mesh, MODEL)
 
 
@@ -131,31 +131,31 @@ def _more_devices(devices: Sequence[jax.Device], wanted: int) -> str:
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, axes: Sequence[str | None]) -> NamedSharding:
-    """Return the sharding of a tensor with these logical axes."""
+    """Return the sharding for a tensor with these logical axes."""
     return NamedSharding(mesh, PartitionSpec(*(_MESH_AXES[axis] for axis in axes)))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of an array that is replicated on every device."""
+    """Return the sharding for an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def split_dimension(axes: Sequence[str | None]) -> int | None:
-    """Return the dimension that tensor parallelism splits, given the logical axes of a tensor; None if there is none.
+    """Return the dimension that tensor parallelism splits, given a tensor's logical axes; None if there is none.
 
-    Whole experts may be divided along another one.
+    Expert parallelism may split another dimension.
     """
     return next((dim for dim, axis in enumerate(axes) if _MESH_AXES[axis] not in (None, EXPERTS)), None)
 
 
 def split_axes(axes: Sequence[str | None]) -> MeshAxes | None:
-    """Return the mesh axes over which the dimension is split that tensor parallelism splits."""
+    """Return the mesh axes over which tensor parallelism splits the dimension `split_dimension`."""
     dimension = split_dimension(axes)
     return None if dimension is None else _MESH_AXES[axes[dimension]]
 
 
 def part_of(mesh: Mesh | AbstractMesh, index: int, axes: MeshAxes | None) -> int:
-    """Return the number of the part that device `index` of a mesh has of a dimension split over mesh axes."""
+    """Return which part, counted from 0, mesh device `index` holds if a dimension is split over these mesh axes."""
     places = dict(zip(mesh.axis_names, np.unravel_index(index, mesh.axis_sizes), strict=True))
     names = () if axes is None else (axes,) if isinstance(axes, str) else axes
     part = 0
@@ -165,18 +165,18 @@ def part_of(mesh: Mesh | AbstractMesh, index: int, axes: MeshAxes | None) -> int
 
 
 def whole_shape(mesh: Mesh | AbstractMesh, part: Sequence[int], axes: Sequence[str | None]) -> tuple[int, ...]:
-    """Return the shape of a tensor of which each device of a mesh holds `part`; any further dimensions are whole."""
+    """Return the global shape if each mesh device holds a shard with shape `part`; further dimensions are not split."""
     return tuple(size * num_parts(mesh, _MESH_AXES[axis]) for size, axis in zip_longest(part, axes))
 
 
 def joined(mesh: Mesh, part: Any, larger: Mapping[MeshAxes, Any]) -> Any:
-    """Return the shapes and shardings of global arrays of which each device of a mesh holds `part`.
+    """Return global shapes and shardings for arrays whose shapes on one device are `part`.
 
     Args:
-        mesh: mesh of the devices.
-        part: tree of shapes and dtypes on one device.
-        larger: the same tree for a device with a larger share, by the mesh axes over which such shares are divided: an
-            array is split over them in the dimension in which it is larger here, and replicated if there is none.
+        mesh: the mesh.
+        part: tree with one device's shapes and dtypes.
+        larger: same tree, by mesh axes, for a device that holds a larger fraction along them: an array is split over
+            these axes in the dimension that is larger here, and replicated if there is none.
     """
 
     def join(own: jax.ShapeDtypeStruct, *more: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -191,20 +191,21 @@ def joined(mesh: Mesh, part: Any, larger: Mapping[MeshAxes, Any]) -> Any:
 
 
 def specs_of(tree: Any) -> Any:
-    """Return the PartitionSpec of each array of a tree."""
+    """Return each array's PartitionSpec."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
 
 
 def over_devices(program: Callable[..., Any], mesh: Mesh, args: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
-    """Map a program over one device's part of `args` to one over the global arrays: each device runs it on its part."""
+    """Wrap a program that takes one device's shards of `args` in `shard_map`, so that it takes the global arrays."""
     # Unchecked, because native and Pallas calls do not declare along which axes their results vary.
     return jax.shard_map(program, mesh=mesh, in_specs=specs_of(tuple(args)), out_specs=out_specs, check_vma=False)
 
 
 def held_heads(num_heads: int, index: int, num_devices: int) -> list[int]:
-    """Return the heads that device `index` holds: an even share of all heads.
+    """Return the heads that device `index` holds; each device holds the same number.
 
-    If the number of devices does not divide them, each head is held by as few devices as make them divide.
+    If the number of devices does not divide the heads, each head is copied to the least number of devices that allows
+    an even split.
     """
     copies = math.lcm(num_heads, num_devices) // num_heads
     share = num_heads * copies // num_devices

@@ -1,4 +1,4 @@
-"""Short causal convolution of each channel over a sequence's last tokens, whose inputs are a part of its state."""
+"""Short causal convolution per channel over a sequence's last tokens; their inputs are part of the recurrent state."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def convolve(
     pool: Float32[Array, "L N past C"],
     layer: Int[Array, ""],
 ) -> tuple[Float32[Array, "T C"], Float32[Array, "L N past C"]]:
-    """Return SiLU of the convolution of each channel over the last tokens, and the pool with the rows' new windows."""
+    """Return SiLU of each channel's convolution, and the pool with the rows' new windows."""
     weights, (T, C), past = taps[:, 0].T.astype(jnp.float32), x.shape, pool.shape[2]
     y = x * weights[past][None]
     if bias is not None:
@@ -23,7 +23,7 @@ def convolve(
     if not past:
         return jax.nn.silu(y), pool
     before = read_entries(pool, layer, rows.source, rows.start)
-    by_row = before.reshape(-1, C)  # `past` tokens of each row
+    by_row = before.reshape(-1, C)  # `past` tokens per row
     for distance in range(1, past + 1):
         place = jnp.clip(past + rows.offset - distance, 0, past - 1)
         earlier = by_row.at[rows.row * past + place].get(mode="clip")
@@ -31,7 +31,7 @@ def convolve(
         y += jnp.where((rows.offset >= distance)[:, None], in_step, earlier) * weights[past - distance][None]
 
     def window(num_tokens: Int[Array, " R"]) -> Float32[Array, "R past C"]:
-        """Return the last tokens of each row once so many of its tokens are computed."""
+        """Return each row's last `past` tokens after `num_tokens` more are computed."""
         place = num_tokens[:, None] - past + jnp.arange(past)[None, :]
         own = x.at[rows.cu_q_lens[:-1, None] + place].get(mode="clip")
         old = jnp.take_along_axis(before, jnp.clip(past + place, 0, past - 1)[:, :, None], axis=1)

@@ -1,4 +1,4 @@
-"""Rows of stored matrices, and products that read some of them after others."""
+"""Row access to quantised matrices, and the XLA matmuls that dequantise them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from jaxserve.pallas_kernels.narrow_floats import kept_beside
 
-# Elements upcast at once on a CPU. For few tokens they stay in the L2 cache, below the size at which XLA:CPU hands a
-# product to its thread pool; for many tokens the product is threaded, and large enough for that to pay.
+# Elements that a CPU upcasts per slab. For few tokens a slab stays in the L2 cache, and its matmul below the size at
+# which XLA:CPU uses its thread pool; for many tokens the matmul is threaded, and large enough for that to pay.
 _SMALL_SLAB, _LARGE_SLAB = 96 << 10, 512 << 10
 _FEW_TOKENS = 16  # up to this many tokens XLA:CPU computes W·x faster than x·W
 
-Dequantize = Callable[..., Array]  # function of some rows of each array that returns these rows in floats
+Dequantize = Callable[..., Array]  # takes the same rows from each array and returns these matrix rows in floats
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StoredRows:
-    """An array with something of each row of a matrix.
+    """An array with data for each matrix row: elements, scales or zero points.
 
     Attributes:
         array: the array.
-        axis: axis of the rows: the last one of grids of scales. A transposed grid would be a copy.
+        axis: row axis; the last one in scale grids, as a transposed grid would be a copy.
     """
 
     array: Shaped[Array, "..."]
@@ -38,7 +38,6 @@ class StoredRows:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return self.array.shape[self.axis]
 
     def take(self, ids: Int[Array, " T"]) -> Shaped[Array, "T columns"]:
@@ -60,21 +59,21 @@ class StoredRows:
 def block(
     dequantize: Dequantize, arrays: Sequence[StoredRows], start: Int[Array, ""], num_rows: int
 ) -> Float[Array, "rows in"]:
-    """Return consecutive rows of a matrix in floats."""
+    """Return consecutive matrix rows in floats."""
     return dequantize(*(array.block(start, num_rows) for array in arrays))
 
 
 def multiply_whole(
     dequantize: Dequantize, arrays: Sequence[StoredRows], x: Float[Array, "T in"]
 ) -> Float32[Array, "T out"]:
-    """Multiply on accelerators, where XLA may fuse upcast and scaling into the product's operand."""
+    """Return `x @ W.T` on accelerators: XLA may fuse upcast and scaling into the matmul's operand."""
     return _dot(x, dequantize(*(array.whole() for array in arrays)).astype(x.dtype))
 
 
 def multiply_by_slabs(
     dequantize: Dequantize, arrays: Sequence[StoredRows], x: Float[Array, "T in"]
 ) -> Float32[Array, "T out"]:
-    """Multiply on a CPU, in slabs: a float copy of the whole matrix would be page-faulted in on every call.
+    """Return `x @ W.T` on a CPU, in slabs: a float copy of the whole matrix would be page-faulted in on every call.
 
     The last slab overlaps the previous one if their size does not divide `out`.
     """
@@ -94,7 +93,7 @@ def multiply_by_slabs(
 
 
 def _slab_rows(num_out: int, in_size: int, slab_size: int) -> int:
-    """Return the rows of a slab: the largest power of two that it holds, at least 8, or all rows if there are fewer."""
+    """Return the slab size in rows: the largest power of two that fits, at least 8, or all rows if there are fewer."""
     return min(num_out, 1 << max(8, slab_size // in_size).bit_length() - 1)
 
 

@@ -1,4 +1,4 @@
-"""Contexts of a forward pass: the tokens that layers compute, and the layer that computes them."""
+"""Forward-pass contexts: the tokens that layers compute, and the layer that computes them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class LayerContext:
     """Layer that computes the tokens.
 
     Attributes:
-        options: static options of its attention or state.
+        options: static options for its attention or state.
         norm: function for all its norms.
-        index: index of the layer in its KV group, or among the recurrent layers.
-        rotation: rotation of queries and keys; None in NoPE layers.
-        inputs: inputs of the layer besides the residual stream, if it has any; see `ModelFamily.layer_inputs`.
+        index: index in the layer's KV group, or among the recurrent layers.
+        rotation: rotation for queries and keys; None in NoPE layers.
+        inputs: further inputs in addition to the residual stream, or None; see `ModelFamily.layer_inputs`.
     """
 
     options: LayerOptions = struct.field(pytree_node=False)
@@ -41,18 +41,18 @@ class LayerContext:
 
     @property
     def attention(self) -> AttentionSpec:
-        """Attention of a layer that is not recurrent."""
+        """Attention, if the layer is not recurrent."""
         return self.options.spec.attention
 
     @property
     def mlp(self) -> MlpSpec:
-        """MLP of a layer that has one."""
+        """MLP, if the layer has one."""
         assert self.options.spec.mlp is not None, "the layer has an MLP"
         return self.options.spec.mlp
 
     @property
     def state(self) -> StateForm | None:
-        """State of a recurrent layer."""
+        """Recurrent state; None in attention layers."""
         return self.options.spec.state
 
     @property
@@ -77,14 +77,14 @@ class Attention(ABC):
 
         Args:
             q: queries; with MLA, only their last elements are rotated.
-            k: keys, or latents of MLA; None in a layer that reads the keys and values of another.
+            k: keys, or MLA latents; None in a layer that reads another layer's keys and values.
             v: values, or the matrices that expand latents to keys and values; None if `k` is.
             layer: the layer.
             sinks: logits that take part in the softmax without values.
         """
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], Self]:
-        """Return the outputs of a recurrent layer, whose state reads `inputs`; see `StateForm.advance`."""
+        """Return a recurrent layer's outputs; see `StateForm.advance`."""
         raise NotImplementedError(f"{type(self).__name__} has no recurrent states")
 
 
@@ -98,11 +98,11 @@ class TokenContext:
     Attributes:
         position: positions.
         attention: attention and recurrent states.
-        row: rows in the step; any for padding, None outside of a step.
-        slot: slots of the rows, likewise.
+        row: rows in the step; arbitrary for padding, None outside a step.
+        slot: the rows' slots, likewise.
         live: mask over all devices' tokens, False for padding; None if no token is padding.
         expert_tokens: token counts by MoE layer and expert; None if not counted.
-        moe_index: index of the next MoE layer.
+        moe_index: the next MoE layer's index.
     """
 
     position: Int[Array, " T"]
@@ -121,19 +121,19 @@ class TokenContext:
         layer: LayerContext,
         sinks: Float[Array, " Q"] | None = None,
     ) -> tuple[Float[Array, "T Q V"], TokenContext]:
-        """Return the outputs of attention and the context for the next layers; see `Attention.attend`."""
+        """Return attention outputs and the context for the next layers; see `Attention.attend`."""
         if layer.rotation is not None and layer.rotation.query_factor is not None:
             q *= layer.rotation.query_factor[:, None, None].astype(q.dtype)
         out, attention = self.attention.attend(q, k, v, layer, sinks)
         return out, dataclasses.replace(self, attention=attention)
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], TokenContext]:
-        """Return the outputs of a recurrent layer and the context for the next layers."""
+        """Return a recurrent layer's outputs and the context for the next layers."""
         out, attention = self.attention.advance(inputs, layer)
         return out, dataclasses.replace(self, attention=attention)
 
     def select(self, take: Callable[[Array], Array]) -> TokenContext:
-        """Return the context for other activation rows, whose tokens `take` selects; they only pass matrices."""
+        """Return the context for other activation rows, whose tokens `take` selects; only linear layers read it."""
         row, slot = (None if each is None else take(each) for each in (self.row, self.slot))
         return dataclasses.replace(self, position=take(self.position), row=row, slot=slot)
 

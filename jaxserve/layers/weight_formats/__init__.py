@@ -1,4 +1,4 @@
-"""Weight formats: the storage of matrices on devices, by the name that `quantization` takes."""
+"""Weight formats: how devices store matrices, by their `quantization` names."""
 
 from importlib import import_module
 
@@ -9,11 +9,11 @@ from jaxserve.weights.quantized import Schemes
 
 
 def weight_format(name: str | None, schemes: Schemes | None = None) -> FormatChoice:
-    """Return the format that `quantization` calls `name`; without a name, that of a quantised checkpoint.
+    """Return the format that `quantization` calls `name`; without a name, a quantised checkpoint's own format.
 
     Args:
-        name: value of `quantization`; with a name, a quantised checkpoint is dequantised and quantised again.
-        schemes: schemes of a quantised checkpoint.
+        name: value for `quantization`; with a name, a quantised checkpoint is dequantised and quantised again.
+        schemes: a quantised checkpoint's schemes.
     """
     if name is None and schemes is not None:
         return StoredFormat(schemes)

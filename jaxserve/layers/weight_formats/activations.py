@@ -1,6 +1,6 @@
-"""Quantised activations, the inputs of matmuls whose scheme quantises them.
+"""Quantised activations: matmul inputs that a checkpoint's scheme quantises.
 
-Scales and rounding are those of compressed-tensors: half to even, and int8 with 127.5 steps to the maximum.
+Scales and rounding are as in compressed-tensors: half to even, and int8 with 127.5 steps to the maximum.
 """
 
 import math
@@ -15,18 +15,18 @@ from jaxserve.weights.quantized import Activation
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 MeshAxes = str | tuple[str, ...]
-_STEPS = {"int8": 127.5, "e4m3": E4M3_MAX, "e2m1": E2M1_MAX}  # steps of the scale to the largest value of a token
-_SMALLEST = {"int8": 2.0**-23, "e4m3": 2.0**-23, "e2m1": 2.0**-3}  # scale of zeros
-_EXPONENTS = {"e4m3": 8, "e2m1": 2}  # exponents of the largest elements
+_STEPS = {"int8": 127.5, "e4m3": E4M3_MAX, "e2m1": E2M1_MAX}  # scale steps up to a token's largest value
+_SMALLEST = {"int8": 2.0**-23, "e4m3": 2.0**-23, "e2m1": 2.0**-3}  # scale if all values are zero
+_EXPONENTS = {"e4m3": 8, "e2m1": 2}  # exponent of the largest element
 _INT8_MIN, _INT8_MAX = -128.0, 127.0
 
 
 class Scales(NamedTuple):
-    """Scales of activations that a checkpoint has for all tokens.
+    """Static activation scales in a checkpoint, for all tokens.
 
     Attributes:
-        scale: scale; for groups of e2m1 the number that multiplies their scales.
-        zero: zero point, where activations are not symmetric.
+        scale: scale; for e2m1 groups, the number by which group scales are multiplied before they are rounded.
+        zero: zero point, if activations are not symmetric.
     """
 
     scale: Float32[Array, ""] | None = None
@@ -36,15 +36,15 @@ class Scales(NamedTuple):
 def quantize(
     x: Float[Array, "T in"], activation: Activation, stored: Scales, axis: MeshAxes | None
 ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
-    """Return quantised values in the dtype of x and a factor for the outputs of their matmul, None if they include it.
+    """Return quantised values in x's dtype, and a factor for their matmul's outputs, None if the values include it.
 
     Zero points are subtracted from integers, which then have up to 9 bits.
 
     Args:
-        x: activations; of each device its columns, if there is an axis.
-        activation: scheme of the activations.
-        stored: scales of the checkpoint.
-        axis: mesh axes along which devices have columns of x.
+        x: activations; with an axis, this device's columns.
+        activation: activation scheme.
+        stored: the checkpoint's scales.
+        axis: mesh axes that split x's columns.
     """
     wide, elements = x.astype(jnp.float32), activation.elements
     if activation.group is not None:
@@ -59,7 +59,7 @@ def quantize(
 def _scales_of_tokens(
     x: Float32[Array, "T in"], activation: Activation, stored: Scales, axis: MeshAxes | None
 ) -> tuple[Float32[Array, "T 1"], Float32[Array, "T 1"] | None]:
-    """Return the scale of each token, and its zero point or None."""
+    """Return each token's scale, and its zero point or None."""
     if not activation.dynamic:
         assert stored.scale is not None, "static activations have a scale"
         assert activation.symmetric == (stored.zero is None), "activations have zero points unless they are symmetric"
@@ -78,7 +78,7 @@ def _scales_of_tokens(
 def _scales_of_groups(
     x: Float32[Array, "T in"], activation: Activation, stored: Float32[Array, ""] | None, axis: MeshAxes | None
 ) -> Float32[Array, "T in"]:
-    """Return, at each value, the scale of its group."""
+    """Return each value's group scale."""
     assert activation.group is not None, "there are groups"
     elements, largest = activation.elements, _largest_of_groups(x, activation.group, axis)
     if activation.power_of_two:
@@ -101,7 +101,7 @@ def _not_zero(scale: Float32[Array, "..."], elements: str) -> Float32[Array, "..
 
 
 def _powers_of_two(largest: Float32[Array, "T in"], elements: str) -> Float32[Array, "T in"]:
-    """Return scales of MX formats: the exponent of the largest value, rounded up from 1.75 on, less the elements'."""
+    """Return MX scales: the largest value's exponent, rounded up from 1.75 on, minus the largest element's exponent."""
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent = jnp.right_shift(bits + (1 << 21), 23) - 127 - _EXPONENTS[elements]
     # The smallest scale is the smallest normal float32, as XLA may flush the others to zero.
@@ -111,21 +111,21 @@ def _powers_of_two(largest: Float32[Array, "T in"], elements: str) -> Float32[Ar
 def divide(x: Float32[Array, "T in"], by: Float32[Array, "..."]) -> Float32[Array, "T in"]:
     """Return the exact quotient.
 
-    XLA multiplies by the reciprocal of a number that it broadcasts. With a scale one bit off, the largest value of a
-    token is no longer halfway between two integers.
+    XLA multiplies by the reciprocal if it broadcasts the divisor. With a scale one bit off, a token's largest value is
+    no longer halfway between two integers.
     """
     return x / lax.optimization_barrier(jnp.broadcast_to(by, x.shape))
 
 
 def _largest_of_groups(x: Float32[Array, "T in"], group: int, axis: MeshAxes | None) -> Float32[Array, "T in"]:
-    """Return, at each value, the largest absolute one of its group, which may lie on several devices."""
+    """Return, for each value, the maximum absolute value in its group, which may lie on several devices."""
     num_tokens, size = x.shape
     num_devices = 1 if axis is None else lax.axis_size(axis)
     if num_devices == 1 or size % group == 0:
         padded = jnp.pad(jnp.abs(x), ((0, 0), (0, -size % group)))
         largest = padded.reshape(num_tokens, -1, group).max(axis=-1)
         return jnp.repeat(largest, group, axis=1)[:, :size]
-    part = math.gcd(size, group)  # values that are on one device and in one group wherever they begin
+    part = math.gcd(size, group)  # an aligned run with this length lies on one device and in one group
     parts = jnp.abs(x).reshape(num_tokens, -1, part).max(axis=-1)
     everywhere = lax.all_gather(parts, axis, axis=1, tiled=True)
     per_group = group // part
@@ -138,14 +138,14 @@ def _largest_of_groups(x: Float32[Array, "T in"], group: int, axis: MeshAxes | N
 
 
 def _rounded(x: Float32[Array, "T in"], elements: str) -> Float32[Array, "T in"]:
-    """Return the nearest values that the elements have; of two, the one with an even mantissa."""
+    """Round to the nearest representable values, ties to an even mantissa."""
     if elements == "int8":
         return jnp.clip(jnp.round(x), -128, 127)
     return to_e4m3(x) if elements == "e4m3" else to_e2m1(x)
 
 
 def to_e4m3(x: Float32[Array, "..."]) -> Float32[Array, "..."]:
-    """Round to e4m3; values beyond its range become its largest, which a cast alone makes NaN."""
+    """Round to e4m3; values beyond its range become its maximum, where a plain cast gives NaN."""
     return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)
 
 

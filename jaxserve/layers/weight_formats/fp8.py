@@ -1,7 +1,7 @@
 """Matrices in float8 (e4m3) with a float32 scale per row, max|w| / 448; activations are rounded too, token by token.
 
-Matrices of layers are as `jaxserve quantize --scheme fp8` writes them; embedding and head are quantised too. A matrix
-takes a quarter of its float32 bytes.
+Layer matrices are as `jaxserve quantize --scheme fp8` writes them; embedding and head are quantised too. Memory is a
+quarter of float32's.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ _SCHEME = Scheme(
 
 
 class Float8Rows(WeightFormat):
-    """`StoredMatrix` of e4m3 elements for every matrix."""
+    """`StoredMatrix` with e4m3 elements for every matrix."""
 
     name = "fp8"
     _stored = SchemeFormat(_SCHEME)
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
-        """Return elements and scales; devices with other columns of the same rows have the same scales."""
+        """Return elements and scales; devices with different columns from the same rows have the same scales."""
         return self._stored.leaves(row, shape, dtype)
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
@@ -42,11 +42,10 @@ class Float8Rows(WeightFormat):
         return rounded(rows, scale), scale[:, None]
 
     def weight(self, *leaves: Any) -> StoredMatrix:
-        """Return the pytree of elements and scales."""
         return self._stored.weight(*leaves)
 
     def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
-        """Read whole rows for their scales, then a device's part of them for its elements."""
+        """Read whole rows for their scales, then a device's columns for its elements."""
         elements, grid = self.leaves(row, tensor.shape, tensor.dtype)
         buffers = host_buffer(elements.shape, elements.dtype), host_buffer(grid.shape, grid.dtype)
         scale = buffers[1][0]
@@ -68,12 +67,12 @@ FORMAT = Float8Rows()
 
 
 def scales(rows: NDArray[Any]) -> NDArray[np.float32]:
-    """Return the scale of each row."""
+    """Return a scale per row."""
     return np.abs(rows.astype(np.float32, copy=False)).max(axis=1) / np.float32(E4M3_MAX)
 
 
 @np.errstate(invalid="ignore")  # rows with weights that are not finite have no finite scale either
 def rounded(rows: NDArray[Any], scale: NDArray[np.float32]) -> NDArray[Any]:
-    """Return the nearest elements, half to even, of rows or of some of their columns; zeros stay zero."""
+    """Round rows, or some columns in them, to the nearest elements, half to even; zeros stay zero."""
     multiples = rows.astype(np.float32, copy=False) / np.where(scale == 0, 1, scale)[:, None]
     return np.clip(multiples, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)

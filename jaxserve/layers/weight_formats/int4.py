@@ -1,6 +1,6 @@
-"""Weight-only int4 by blocks: B consecutive weights in a row of a matrix share one float32 scale, max|w| / 7.
+"""Weight-only int4 by blocks: B consecutive weights in a matrix row share one float32 scale, max|w| / 7.
 
-Weights are rounded to the nearest of 15 values. At B = 64 a matrix takes 0.141 of its float32 bytes.
+Elements have 15 values. With B = 64 a matrix takes 0.141 times its float32 bytes.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Int4Blocks(WeightFormat):
         return jnp.int4
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
-        """Return q and scale, in the blocks of the whole matrix if none of them is cut in two."""
+        """Return q and scale, in the whole matrix's blocks unless the shard would cut one in two."""
         num_rows, in_size = shape
         blocks = num_blocks(row, in_size)
         is_paired = in_size // blocks % 2 == 0
@@ -48,7 +48,6 @@ class Int4Blocks(WeightFormat):
         return (paired(q) if leaves[0].dtype == PAIRS else q), scale
 
     def weight(self, *leaves: Any) -> BlockMatrix:
-        """Return the pytree of q and scale."""
         return BlockMatrix(*leaves)
 
 

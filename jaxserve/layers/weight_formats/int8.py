@@ -1,6 +1,6 @@
-"""Weight-only int8 by blocks: B consecutive weights in a row of a matrix share one float32 scale, max|w| / 127.
+"""Weight-only int8 by blocks: B consecutive weights in a matrix row share one float32 scale, max|w| / 127.
 
-The format is llama.cpp's Q8_0 with longer blocks: at B = 64 a matrix takes 0.266 of its float32 bytes.
+The format is llama.cpp's Q8_0 with longer blocks: with B = 64 a matrix takes 0.266 times its float32 bytes.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ from jaxserve.pallas_kernels.grouped_matmul.elements import INT4_ZERO, unpacked
 
 _INT8_MAX = 127  # symmetric: -128 is not used
 _BLOCK_SIZE = 64
-PAIRS = np.dtype(np.uint8)  # dtype of pairs of int4 elements
+PAIRS = np.dtype(np.uint8)  # dtype of int4 pairs
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
 class BlockMatrix(ScaledMatrix):
-    """A matrix [out, in] in blocks, or a stack of them: w[o, i] is q[o, i] * scale[i // B, o], in = blocks * B.
+    """A matrix [out, in] in blocks, or a matrix stack: w[o, i] is q[o, i] * scale[i // B, o], in = blocks * B.
 
-    Elements q are int8. Or two elements q + 8 of int4 are a byte, uint8 [out, in / 2], as in `quantized_matmul`.
+    Elements q are int8; or each byte, uint8 [out, in / 2], has two int4 elements as q + 8, as in `quantized_matmul`.
     """
 
     q: Shaped[Array, "*stack out columns"]
@@ -41,17 +41,16 @@ class BlockMatrix(ScaledMatrix):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix."""
+        """Shape [out, in], after the stack's dimensions."""
         *rows, columns = self.q.shape
         return (*rows, columns * (2 if self._is_paired else 1))
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of the stored elements."""
         return self.q.dtype
 
     def quantized(self) -> QuantizedStack:
-        """Return the operand of kernels, if this is a stack."""
+        """Return the kernels' operand, if this is a stack."""
         return QuantizedStack(self.q, self.scale, None, "int4" if self._is_paired else "int8")
 
     def rows_arrays(self) -> tuple[StoredRows, ...]:
@@ -59,7 +58,7 @@ class BlockMatrix(ScaledMatrix):
         return StoredRows(self.q), StoredRows(self.scale, axis=1)
 
     def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
-        """Return rows of the matrix."""
+        """Return matrix rows in float32."""
         q, scale = arrays
         if q.dtype == PAIRS:
             q = unpacked(q).astype(jnp.int8) - INT4_ZERO
@@ -76,7 +75,7 @@ class Int8Blocks(WeightFormat):
         return jnp.int8
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
-        """Return q and scale, in the blocks of the whole matrix if none of them is cut in two."""
+        """Return q and scale, in the whole matrix's blocks unless the shard would cut one in two."""
         num_rows, in_size = shape
         scale = Leaf.grid(num_rows, num_blocks(row, in_size), np.dtype(np.float32), row.axes)
         return Leaf(shape, np.dtype(np.int8), row.axes), scale
@@ -87,7 +86,6 @@ class Int8Blocks(WeightFormat):
         return quantize(rows, q.shape[1] // scale.shape[0])
 
     def weight(self, *leaves: Any) -> BlockMatrix:
-        """Return the pytree of q and scale."""
         return BlockMatrix(*leaves)
 
 
@@ -95,13 +93,13 @@ FORMAT = Int8Blocks()
 
 
 def block_size(in_size: int) -> int:
-    """Return B for rows of `in_size`: the divisor in [32, 128] nearest 64, multiples of 8 first, or the whole row."""
+    """Return B for row length `in_size`: its divisor in [32, 128] nearest 64, multiples of 8 first, or `in_size`."""
     divisors = [size for size in range(32, 129) if in_size % size == 0]
     return min(divisors, key=lambda size: (size % 8 != 0, abs(size - _BLOCK_SIZE)), default=in_size)
 
 
 def num_blocks(row: Row, in_size: int) -> int:
-    """Return the blocks in `in_size` columns of a tensor: those of its rows, or smaller ones if one would be cut."""
+    """Return the number of blocks in a shard with `in_size` columns; its blocks are smaller if it would cut one."""
     block = block_size(row.shape[1])
     return in_size // (block_size(in_size) if in_size % block else block)
 
@@ -112,8 +110,10 @@ def quantize(
 ) -> tuple[Int8[np.ndarray, "out in"], Float32[np.ndarray, "out blocks"]]:
     """Round each weight to the nearest multiple of its block's scale: off by at most half a scale. Zeros stay zero.
 
-    `block` weights of a row share a scale, by default `block_size` of them. Parts of rows need the block of the whole
-    row. Elements are at most `largest`.
+    Args:
+        matrix: weights, whole rows or some of their columns.
+        block: weights per scale; None for `block_size`, which needs whole rows.
+        largest: maximum element.
     """
     block = block or block_size(matrix.shape[1])
     blocks = matrix.astype(np.float32, copy=False).reshape(len(matrix), -1, block)

@@ -1,4 +1,4 @@
-"""Matrices of any format that the native CPU kernels multiply, packed for them."""
+"""Matrices packed for the native CPU kernels, in any format that these multiply."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,11 +30,11 @@ class NativeMatrix(Matrix):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix."""
+        """Shape [out, in]."""
         return self.packed.shape
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
-        """Multiply; the kernel of gated matrices computes SwiGLU, so that their panels are multiplied as plain ones."""
+        """Return `x @ W.T`; the kernel for gated matrices would also apply SwiGLU, so they are passed as plain ones."""
         return _plain_rows(self.packed, packed_linear.multiply(_plain_panels(self.packed), x))
 
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
@@ -57,7 +57,7 @@ class NativeMatrix(Matrix):
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
-        """Multiply each row by the matrix of its group, in one call."""
+        """Compute the grouped matmul in one call."""
         return _plain_rows(self.packed, grouped_matmul(x, _plain_panels(self.packed), group_sizes))
 
     def linear_groups(
@@ -82,7 +82,7 @@ def _plain_panels(packed: PackedMatrix) -> PackedMatrix:
 
 
 def _plain_rows(packed: PackedMatrix, y: Float[Array, "T columns"]) -> Float[Array, "T out"]:
-    """Return outputs by `_plain_panels` in the order of the rows of the matrix."""
+    """Reorder outputs computed with `_plain_panels` to the matrix's row order."""
     if not packed.gated:
         return y
     parts = jnp.swapaxes(y.reshape(len(y), -1, 2, PANEL_ROWS // 2), 1, 2).reshape(len(y), 2, -1)
@@ -94,8 +94,8 @@ def unsupported(form: FormatChoice, dtype: DTypeLike, platform: str | None = Non
 
     Args:
         form: the format.
-        dtype: dtype of activations.
-        platform: target platform, by default the one of this process.
+        dtype: activation dtype.
+        platform: target platform, by default this process's.
     """
     if (stored := form.native_dtype(dtype)) is None:
         return f"the native kernels have no {form.name}"

@@ -1,4 +1,4 @@
-"""Plain weights: arrays of floats, in the dtype of the activations."""
+"""Plain weights: float arrays in the activation dtype."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,19 +18,16 @@ class Plain(WeightFormat):
     name = "plain"
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike:
-        """Return `dtype`."""
         return dtype
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
-        """Return only the tensor."""
+        """Return one leaf, the tensor."""
         return (Leaf(shape, dtype, row.axes),)
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
-        """Return the rows as they are."""
         return (rows,)
 
     def weight(self, *leaves: Any) -> Any:
-        """Return the bare array."""
         (array,) = leaves
         return array
 

@@ -15,19 +15,19 @@ from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack, grouped_matmu
 
 
 class ScaledMatrix(Matrix):
-    """A matrix with quantised elements and grids of scales: a pytree of arrays."""
+    """A matrix with quantised elements and scale grids: a pytree."""
 
     @abstractmethod
     def quantized(self) -> QuantizedStack:
-        """Return the operand of kernels, if this is a stack."""
+        """Return the kernels' operand, if this is a stack."""
 
     @abstractmethod
     def rows_arrays(self) -> tuple[StoredRows, ...]:
-        """Return the arrays from whose rows `dequantize` makes the same rows of the matrix."""
+        """Return the arrays that `dequantize` takes."""
 
     @abstractmethod
     def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
-        """Return rows of the matrix from the same rows of `rows_arrays`."""
+        """Return matrix rows, given the same rows from each array in `rows_arrays`."""
 
     def row_factor(self) -> Float32[Array, " out"] | None:
         """Return a factor for each row that `quantized` lacks; None, the default, for no factor."""
@@ -36,17 +36,17 @@ class ScaledMatrix(Matrix):
     def quantize_inputs(
         self, x: Float[Array, "T in"], context: LinearContext
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
-        """Return the inputs of the matmul and a factor for its outputs or None; by default x as it is."""
+        """Return the matmul's inputs, and a factor for its outputs or None; by default x unchanged."""
         return x, None
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
-        """Multiply by a kernel, or as `multiply` of this module does."""
+        """Return `x @ W.T` from a kernel, or from this module's `multiply`."""
         return self.multiply_in_stack(x, jax.tree.map(lambda array: array[None], self), jnp.int32(0), context)
 
     def multiply_in_stack(
         self, x: Float[Array, "T in"], stack: Matrix, layer: Int[Array, ""], context: LinearContext
     ) -> Float[Array, "T out"]:
-        """Multiply by a kernel that reads the stack, or as `multiply` of this module does."""
+        """Return `x @ W.T` from a kernel that reads the stack, or from this module's `multiply`."""
         assert isinstance(stack, ScaledMatrix), "a stack has the type of its matrices"
         x, factor = self.quantize_inputs(x, context)
         dtype = jnp.float32 if factor is not None or context.dtype is None else context.dtype
@@ -70,10 +70,10 @@ class ScaledMatrix(Matrix):
 
 
 def multiply(dequantize: Dequantize, arrays: Sequence[StoredRows], x: Float[Array, "T in"]) -> Float32[Array, "T out"]:
-    """Return x @ W.T, on a CPU in float32, elsewhere in the dtype of x with float32 sums.
+    """Return x @ W.T, on a CPU in float32, elsewhere in x's dtype with float32 sums.
 
     Args:
-        dequantize: function that makes rows from the same rows of each array.
+        dequantize: function from the same rows in each array to matrix rows.
         arrays: arrays that hold the matrix.
         x: activations.
     """

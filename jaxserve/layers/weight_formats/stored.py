@@ -1,7 +1,7 @@
-"""Matrices as a quantised checkpoint has them: elements, scales by rows and groups of columns, zero points.
+"""Matrices as a quantised checkpoint has them: elements, scales by row and column group, zero points.
 
-All schemes have this form on devices. Scales of tensors and of blocks are repeated for each row, so that devices take
-any rows; where groups do not divide a device's columns, those are in smaller groups that do.
+All schemes have this layout on devices. Per-tensor and per-block scales are repeated for each row, so that devices can
+take any rows. If the group size does not divide a device's columns, a smaller one that does is used.
 """
 
 import math
@@ -37,26 +37,26 @@ from jaxserve.weights import CheckpointError, QuantizedPart, Scheme, Schemes, St
 from jaxserve.weights.quantized.packing import nibbles
 from jaxserve.weights.quantized.scheme import Role
 
-_SLAB_SIZE = 1 << 20  # elements that each thread reads at once: GPTQ's files have a row in as many pages as columns
+_SLAB_SIZE = 1 << 20  # elements per thread and read: in GPTQ files a row touches as many pages as it has columns
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
 class StoredMatrix(ScaledMatrix):
-    """A matrix [out, in] of any scheme, or a stack of them.
+    """A matrix [out, in] in any scheme, or a matrix stack.
 
     Attributes:
-        elements: elements of one byte, or pairs of elements of four bits, see `elements.packed`.
-        scale: scales of each row's groups of columns; bits of those in float16.
-        row_scale: further scale of each row, of schemes with a scale of the whole tensor.
-        zero: zero points of the groups.
-        minimum: minima of the groups, subtracted from elements times scales, where there are no zero points.
-        order: input of each column, where groups of the checkpoint are not consecutive columns: those of the whole
-            matrix are sorted by group, and each device has its share of them, whose inputs other devices have.
-        input_factor: factor of each input.
-        input_scale: scale of activations.
-        input_zero: zero point of activations.
-        scheme: scheme of the checkpoint.
+        elements: one byte per element, or two four-bit elements per byte, see `elements.packed`.
+        scale: scales by column group and row; float16 scales as their bits.
+        row_scale: second scale by row, in schemes with a scale for the whole tensor.
+        zero: zero points by group.
+        minimum: minima by group, subtracted from elements times scales, in schemes without zero points.
+        order: input index by column, if the checkpoint's groups are not consecutive columns. The whole matrix's columns
+            are sorted by group before they are split, so that their inputs may lie on other devices.
+        input_factor: factor by input.
+        input_scale: activation scale.
+        input_zero: activation zero point.
+        scheme: the checkpoint's scheme.
     """
 
     elements: Shaped[Array, "*stack out in_bytes"]
@@ -72,16 +72,16 @@ class StoredMatrix(ScaledMatrix):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix."""
+        """Shape [out, in], after the stack's dimensions."""
         *outer, in_bytes = self.elements.shape
         return (*outer, in_bytes * (2 if self.scheme.is_packed else 1))
 
     def quantized(self) -> QuantizedStack:
-        """Return the operand of kernels, if this is a stack."""
+        """Return the kernels' operand, if this is a stack."""
         return QuantizedStack(self.elements, self.scale, self.zero, self.scheme.elements, self.minimum)
 
     def row_factor(self) -> Float32[Array, " out"] | None:
-        """Return the further scale by row."""
+        """Return the second scale by row."""
         if self.row_scale is None:
             return None
         return (1 / self.row_scale if self.scheme.divides else self.row_scale)[:, 0]
@@ -89,7 +89,7 @@ class StoredMatrix(ScaledMatrix):
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float32[Array, "M out"]:
-        """Multiply by each group's dequantised matrix, with x quantised if the scheme quantises activations."""
+        """Compute the grouped matmul, with x quantised if the scheme quantises activations."""
         x, factor = self.quantize_inputs(x, context)
         y = super().multiply_groups(x, group_sizes, context)
         return y if factor is None else y * factor
@@ -97,7 +97,7 @@ class StoredMatrix(ScaledMatrix):
     def quantize_inputs(
         self, x: Float[Array, "T in"], context: LinearContext
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
-        """Return x in the order of the columns and no factor, or x quantised and its factor."""
+        """Return x in column order, and if the scheme quantises activations, quantised with a factor."""
         if self.order is not None:
             x = x if context.axis is None else lax.all_gather(x, context.axis, axis=1, tiled=True)
             x = x.at[:, self.order].get(mode="promise_in_bounds", unique_indices=True)
@@ -115,11 +115,11 @@ class StoredMatrix(ScaledMatrix):
         return StoredRows(self.elements), StoredRows(self.scale, axis=1), *row_scale, *grids
 
     def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
-        """Return rows of the matrix for the inputs that `quantize_inputs` returns."""
+        """Return matrix rows for the inputs that `quantize_inputs` returns."""
         return _dequantize(self.scheme, *arrays)
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
-        """Return the rows `ids`, clipped to valid ones, of a matrix that is not split by columns."""
+        """Return the rows `ids`, clipped to valid ones; the matrix must not be split by columns."""
         rows = super().rows(ids)
         if self.order is not None:
             rows = jnp.zeros_like(rows).at[:, self.order].set(rows)
@@ -127,13 +127,13 @@ class StoredMatrix(ScaledMatrix):
 
 
 class StoredFormat:
-    """Choice of the format of each tensor of a quantised checkpoint: that of its scheme.
+    """Format choice for a quantised checkpoint: each tensor has the format for its scheme.
 
-    Native kernels multiply the matrices that are plain, and those whose own format says so.
+    Native kernels multiply plain matrices, and the others if their own format has a `native_dtype`.
 
     Attributes:
         name: name in messages.
-        schemes: schemes of the checkpoint.
+        schemes: the checkpoint's schemes.
     """
 
     name = "checkpoint"
@@ -142,24 +142,24 @@ class StoredFormat:
         self.schemes = schemes
 
     def at(self, row: Row) -> "SchemeFormat | None":
-        """Return the format of a tensor; None if it is plain.
+        """Return a tensor's format; None if it is plain.
 
-        A tensor whose parts are not of one scheme is plain too, and an array that a block computes with: parts that are
-        quantised are dequantised as they are read.
+        Tensors whose parts have different schemes are plain too, as are arrays that a layer reads without a matmul:
+        their quantised parts are dequantised during loading.
         """
         found = self._schemes(row)
         (scheme,) = found if len(found) == 1 and not row.is_array else (None,)
         return None if scheme is None else SchemeFormat(scheme)
 
     def is_dequantised(self, row: Row) -> bool:
-        """Return whether a tensor is plain although the checkpoint has it quantised."""
+        """Return whether a tensor is plain although it is quantised in the checkpoint."""
         return self.at(row) is None and self._schemes(row) != {None}
 
     def _schemes(self, row: Row) -> set[Scheme | None]:
         return {self.schemes.for_tensor(name) for name in dict.fromkeys(row.hf_names)} if row.is_matrix else {None}
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike:
-        """Return the dtype of the matrices that are not quantised; others have their own, see `SchemeFormat`."""
+        """Return the dtype for plain matrices; quantised ones have their own, see `SchemeFormat`."""
         return dtype
 
 
@@ -172,19 +172,15 @@ class _Grids(NamedTuple):
 
 
 class SchemeFormat(WeightFormat):
-    """`StoredMatrix` of one scheme.
-
-    Attributes:
-        scheme: scheme of the matrices.
-    """
+    """`StoredMatrix` in one scheme."""
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme, self.name = scheme, scheme.name
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
-        """Return that of integers in groups of consecutive columns, if activations stay as they are.
+        """Return a dtype for integers in groups of consecutive columns with unquantised activations, else None.
 
-        Kernels have zero points for 4 bits alone, which also carry minima.
+        Kernels support zero points only with 4 bits; minima are passed as zero points.
         """
         native = {
             ("int4", False): jnp.int4,
@@ -197,7 +193,7 @@ class SchemeFormat(WeightFormat):
         return native.get((self.scheme.elements, self.scheme.has("zero") or self.scheme.has("minimum")))
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
-        """Return the arrays of `StoredMatrix` that the scheme has."""
+        """Return the `StoredMatrix` arrays that the scheme has."""
         scheme, (num_rows, in_size), (out_axis, in_axis) = self.scheme, shape, row.axes
         if scheme.is_packed and in_size % 2:
             raise CheckpointError(
@@ -206,7 +202,7 @@ class SchemeFormat(WeightFormat):
             )
         num_groups = len(_first_columns(scheme, row.shape[1], in_size))
         size = (num_rows, num_groups)
-        # A device with one group may still have another one than its neighbour.
+        # Devices with a single group each may still have different groups.
         is_shared = (scheme.group or row.shape[1]) >= row.shape[1]
         group_axis = None if is_shared else in_axis
         elements, scales = _ELEMENT_DTYPES[scheme.elements], np.dtype(scheme.scale_dtype)
@@ -233,7 +229,6 @@ class SchemeFormat(WeightFormat):
         raise CheckpointError(f"weights must be quantised as the checkpoint's are ({self.scheme}), got floats")
 
     def weight(self, *leaves: Any) -> StoredMatrix:
-        """Return the pytree of the leaves."""
         rest = iter(leaves)
         has = self.scheme.has
         return StoredMatrix(
@@ -250,7 +245,7 @@ class SchemeFormat(WeightFormat):
         )
 
     def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
-        """Read a device's part as it is stored, some rows of each of its tensors at a time."""
+        """Read a device's shard as it is stored, slab by slab."""
         parts, whole = self._parts(row, tensor), tensor.whole_rows()
         columns = parts[0].columns
         leaves = self.leaves(row, tensor.shape, tensor.dtype)
@@ -284,7 +279,7 @@ class SchemeFormat(WeightFormat):
         return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
 
     def each_slab(self, row: Row, tensor: StoredTensor, leaves: Sequence[Leaf], use: Callable[..., None]) -> None:
-        """Read integers of the file: signed ones, or those from 0 to 15 that have zero points."""
+        """Read the file's integers: signed, or from 0 to 15 with zero points."""
         self._parts(row, tensor)
 
         def add(start: int, part: Any) -> None:
@@ -309,7 +304,7 @@ class SchemeFormat(WeightFormat):
         return parts
 
     def _grids(self, row: Row, part: QuantizedPart, columns: tuple[int, int]) -> _Grids:
-        """Return what a part's rows have for each of a device's groups, those of consecutive columns."""
+        """Return a part's scales, zero points and minima for each group in a device's columns."""
         start, stop = columns
         firsts = start + _first_columns(self.scheme, row.shape[1], stop - start)
         groups = firsts // (self.scheme.group or row.shape[1])
@@ -318,7 +313,7 @@ class SchemeFormat(WeightFormat):
         return _Grids(_columns(part.scale(), groups), zero, minimum)
 
     def _input_scales(self, parts: Sequence[QuantizedPart]) -> tuple[np.float32, np.float32]:
-        """Return scale and zero point of activations for all parts: those that hold all their values, as in vLLM."""
+        """Return one activation scale and zero point whose range covers all parts' ranges, as vLLM does."""
         scales = [part.input_scale() for part in parts]
         is_e2m1 = self.scheme.activation is not None and self.scheme.activation.elements == "e2m1"
         if is_e2m1 and not self.scheme.divides:  # a scale of scales, whose reciprocal multiplies
@@ -343,7 +338,7 @@ _ELEMENT_DTYPES = {
 
 
 def _group_size(scheme: Scheme, whole_size: int, in_size: int) -> int:
-    """Return the number of consecutive columns of a device that share a scale, which divides the device's columns."""
+    """Return the number of consecutive columns on a device that share a scale; it divides the device's columns."""
     group = scheme.group or whole_size
     return in_size if group >= whole_size else math.gcd(in_size, group)
 
@@ -353,7 +348,7 @@ def _slab_rows(in_size: int) -> int:
 
 
 def _first_columns(scheme: Scheme, whole_size: int, in_size: int) -> NDArray[np.int64]:
-    """Return the first column of each of a device's groups."""
+    """Return each group's first column on a device."""
     return np.arange(0, in_size, _group_size(scheme, whole_size, in_size))
 
 
@@ -364,9 +359,10 @@ def _columns(array: NDArray[Any], groups: NDArray[np.int64]) -> NDArray[Any]:
 def _with_zeros(
     elements: NDArray[np.uint8], scale: NDArray[np.float32], minimum: NDArray[np.float32]
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
-    """Return elements, scales and zero points, not all whole, for elements, scales and minima.
+    """Convert minima to zero points, which need not be integers; return elements, scales and zero points.
 
-    A group with the scale 0 has one value; it gets elements of 0, and its minimum as the scale of a zero point of 1.
+    A group with scale 0 has a single value, minus its minimum: its elements become 0, its zero point 1 and its scale
+    the minimum.
     """
     is_flat = scale == 0
     zero = np.divide(minimum, scale, out=np.ones_like(scale), where=~is_flat)
@@ -376,7 +372,7 @@ def _with_zeros(
 
 
 def _common(row: Row, arrays: Sequence[NDArray[Any]], what: str) -> NDArray[Any]:
-    """Return the array that all parts of a tensor have, of a value for each column."""
+    """Return the array by column that all parts of a tensor share; raise if they differ."""
     if any(not np.array_equal(array, arrays[0]) for array in arrays):
         raise CheckpointError(
             f"{', '.join(dict.fromkeys(row.hf_names))} must have the same {what}, as they are one matmul, got "
@@ -386,7 +382,7 @@ def _common(row: Row, arrays: Sequence[NDArray[Any]], what: str) -> NDArray[Any]
 
 
 def _sorted_columns(row: Row, parts: Sequence[QuantizedPart], scheme: Scheme) -> NDArray[np.int32]:
-    """Return the columns of each group of a whole matrix after those of the group before."""
+    """Return a whole matrix's column indices sorted by group."""
     group_of = _common(row, [part.column_groups() for part in parts], "order of columns (g_idx)")
     size, order = scheme.group or row.shape[1], np.argsort(group_of, kind="stable").astype(np.int32)
     if (group_of[order] != np.arange(len(order)) // size).any():
@@ -404,7 +400,7 @@ def _dequantize(
     scale: Shaped[Array, "rows groups"],
     *optional: Shaped[Array, "rows _"],
 ) -> Float32[Array, "rows in"]:
-    """Return rows in float32."""
+    """Return matrix rows in float32."""
     q, rest = _floats(scheme, elements), iter(optional)
     has_minimum = scheme.has("minimum")
     wide = scale_floats(scale)
@@ -421,7 +417,7 @@ def _dequantize(
 
 
 def _floats(scheme: Scheme, elements: Shaped[Array, "rows in_bytes"]) -> Float32[Array, "rows in"]:
-    """Return the elements as floats, integers of four bits from 0 to 15."""
+    """Return the elements as floats; four-bit integers range from 0 to 15."""
     if not scheme.is_packed:
         return elements.astype(jnp.float32)
     codes = unpacked(elements)
@@ -429,6 +425,6 @@ def _floats(scheme: Scheme, elements: Shaped[Array, "rows in_bytes"]) -> Float32
 
 
 def _spread(in_size: int, grid: Float32[Array, "rows groups"]) -> Float32[Array, "rows _"]:
-    """Return the value of each column's group; a single group is broadcast."""
+    """Repeat each group's value for its columns; a single group's value is left to broadcasting."""
     num_groups = grid.shape[-1]
     return grid if num_groups == 1 else jnp.repeat(grid, in_size // num_groups, axis=-1)

@@ -79,7 +79,7 @@ class FormatChoice(Protocol):
     name: str
 
     def at(self, row: Row) -> "WeightFormat | None":
-        """Return the format of a tensor; None if it is plain."""
+        """Return a tensor's format; None if it is plain."""
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
         """Return the element dtype for native CPU kernels; see `WeightFormat.native_dtype`."""
@@ -100,7 +100,7 @@ class WeightFormat(ABC):
         return f"{type(self).__name__}()"
 
     def at(self, row: Row) -> "WeightFormat | None":
-        """Return the format of a tensor: this one, or None if the tensor is plain."""
+        """Return this format, or None if the tensor is plain."""
         return self if row.is_matrix and not row.exact else None
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
