@@ -82,7 +82,7 @@ def select_backend(
       backend: "auto" or the name of a backend that must be able to run.
       kind: vectors that the pool stores for a token.
       num_query_heads: number of query heads, Q.
-      page_size: tokens per page, P; None for the `default_page_size` of each backend.
+      page_size: tokens per page, P; None for each backend's `default_page_size`.
       kv_dtype: dtype of the pool.
       platform: "cpu", "gpu" or "tpu"; None for the platform that computations run on.
 
@@ -110,12 +110,12 @@ def select_for_pool(backend: str, kind: KVKind, num_query_heads: int, kv_pages: 
 
 
 def step_rows(backend: str, rows: RaggedRows) -> RaggedRows:
-    """Return the rows of a step as a named backend reads them in all layers, so that pages are looked up once."""
+    """Prepare a step's rows for all layers: gather the page table once if the backend then reads it faster."""
     return rows.with_gathered_table() if backend_named(backend).gathers_table else rows
 
 
 def read_rows(backend: str, rows: RaggedRows, kv_pages: Pages) -> RaggedRows:
-    """Return the rows with a page table of only the pages that they read."""
+    """Return the rows with a page table that has only the pages they read."""
     return rows.with_read_pages(BACKENDS[backend].layout.pool_dims(values_of(kv_pages).shape).page_size)
 
 

@@ -79,7 +79,7 @@ class Attention(NamedTuple):
     Attributes:
         pages: the layer's pages.
         options: static options.
-        sinks: one logit per query head that has no value, or None.
+        sinks: one logit per query head, without a value, or None.
         nodes: draft-tree nodes that each token sees, from `visible_nodes`, or None.
     """
 
@@ -232,7 +232,7 @@ def _attend_blocks(
 def _key_range(
     position: Int32[Array, "B X"], depth_position: Int32[Array, "B X"], window: int | None
 ) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
-    """Return the bounds of the keys that any query in a sequence sees; windows end at the position by depth."""
+    """Return the bounds of the keys that any query in a sequence sees; a window ends at `depth_position`."""
     last = jnp.max(position, axis=1)
     if window is None:
         return jnp.zeros_like(last), last + 1

@@ -66,7 +66,7 @@ class ComputingWarpgroup(Warpgroup):
         """Return the softmax over a work item's blocks; only blocks that need a mask are masked."""
         config = self.config
         state = self._start(item)
-        # Every token in the tile sees all keys in the blocks before full_end.
+        # Apart from the window, every token in the tile sees all keys in the blocks before full_end.
         num_seen = jnp.minimum(item.position + 1, item.tree_start) if config.has_tree else item.position + 1
         block_kv = i32(config.block_kv)
         full_end = jnp.clip(lax.div(num_seen, block_kv), item.begin, item.end)

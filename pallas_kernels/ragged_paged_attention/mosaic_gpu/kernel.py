@@ -25,7 +25,7 @@ from jaxserve.pallas_kernels.warpgroups import divide
 
 # Registers per loading thread, by the number of warpgroups; two warpgroups always have enough.
 LOADING_REGISTERS = {3: 72, 4: 64}
-WIDE_LOADING_REGISTERS = {3: 40}  # registers if the sums for many columns fill most registers
+WIDE_LOADING_REGISTERS = {3: 40}  # used if the sums for many columns fill most registers
 
 
 def attend(

@@ -147,7 +147,7 @@ class KernelConfig:
         return [short] if only_short or tall.tokens == short.tokens else [short, tall]
 
     def _short_tiling(self) -> Tiling:
-        """Return the shortest tiling for the group, with two workers per thread block if their memory fits."""
+        """Return the shortest tiling; a thread block has two workers if each needs only one computing warpgroup."""
         row_warpgroups = 1 if self.group * MIN_TILE_TOKENS <= WARPGROUP_ROWS else 2
         return self._tiling(row_warpgroups, workers=2 if row_warpgroups == self.column_warpgroups == 1 else 1)
 

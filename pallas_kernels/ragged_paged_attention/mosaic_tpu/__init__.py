@@ -7,7 +7,7 @@ lengths (`work_plan.py`), with block sizes that fit the memory (`block_sizes.py`
   tile, the smallest unit that can be written. Hence a page that is written must belong to one row; pages that are only
   read may be shared.
 - Decode slots (`decode_phase.py`): decode rows, several processed together, the longest first, each with its own pages;
-  one matmul for each KV head and slot. So many short rows take few work items.
+  one matmul for each KV head and slot. Thus many short rows take few work items.
 - Tiles (`tile_phase.py`): some tokens times the query heads for one KV head, for rows with several new tokens; large
   steps have short and tall tiles.
 
@@ -19,17 +19,17 @@ are queries and, before them, page ids, since a page table of any width stays in
 Quantised pools are fetched unconverted, and one head's block is converted at a time (`pages.py`). Key scales multiply
 the columns of the scores, value scales the columns of the softmax weights.
 
-Pages are `[K, P, 2H]`: a head's key and value are adjacent (`layout.py`). Unlike memory tiles with the layout `[P, 2K,
-H]`, this needs no padding if KV heads are few or odd in number or the head dim is 64, and a head's block is a matrix as
-fetched: its rows are not scattered among other heads' rows. With a head dim of 512, keys and values have separate
-matrices, `[2K, P, H]`: pages for head dims 512 and 256 (Gemma 4) then have matrices with the same shape, and layers of
-both kinds use one pool unchanged.
+Pages are `[K, P, 2H]`: a head's key and value are adjacent (`layout.py`). Unlike memory tiles `[P, 2K, H]`, this needs
+no padding if KV heads are few or odd in number or the head dim is 64, and a head's block is a matrix as fetched: its
+rows are not scattered among other heads' rows. With a head dim of 512, keys and values have separate matrices,
+`[2K, P, H]`: pages for head dims 512 and 256 (Gemma 4) then have matrices with the same shape, and layers of both kinds
+use one pool unchanged.
 
 A latent is stored as the key for one KV head, which begins with the value: it is copied from main memory once for all
 query heads, as key and as value. Pages with latents are `[1, P, C]`; C is the latent size, padded to whole memory tiles
 with 128 columns. DeepSeek's latents have 576 elements and take 640 columns, or 1280 bytes in bfloat16, including 128
-bytes padding. A chip would use the same memory for rows with 576 elements; the shape includes the padding so that every
-count of the pool's bytes does too.
+bytes for padding. A chip would use the same memory for rows with 576 elements; the shape includes the padding so that
+every count of the pool's bytes does too.
 """
 
 from __future__ import annotations

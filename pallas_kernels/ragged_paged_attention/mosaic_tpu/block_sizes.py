@@ -25,7 +25,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 PAGE_IDS = 128  # page ids per copy, the minimum
 MAX_PAGE_TOKENS = 256
 MAX_PAGE_BYTES = 3 * 2**20  # so that work items with one page fit into every supported chip
-FETCH_S = 2.6e-6  # transfer time per work item, assumed, unmeasured, to hide the cost to issue the next copies
+FETCH_S = 2.6e-6  # transfer time per work item that hides the issue of the next copies; assumed, not measured
 WORK_ITEM_DOTS = 32  # matmuls per work item with decode slots: more take long to compile
 
 
@@ -36,7 +36,7 @@ class BlockSizeLimits:
     The default of `work_item_bytes` depends on the chip (`default_work_item_bytes`).
 
     Attributes:
-        work_item_bytes: maximum size of the keys and values in a work item.
+        work_item_bytes: maximum size of the keys and values in a work item, in bytes.
         decode_keys: maximum number of keys per decode slot in a work item.
         tile_keys: maximum number of keys per tile in a work item.
         tile_rows: maximum number of rows in a query matrix.
@@ -213,7 +213,7 @@ def _tile_bytes(config: KernelConfig, blocks: BlockSizes) -> int:
 
 
 def _dequantised_bytes(config: KernelConfig, num_kv_heads: int, sequences: int, pages: int) -> int:
-    """Return the bytes that dequantised keys and values take for some heads, and scales in float32."""
+    """Return the bytes for some heads' dequantised keys and values, and for scales in float32."""
     if not config.has_scales:
         return 0
     tokens = pages * config.page_size

@@ -22,7 +22,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, Quan
 def write_and_attend(
     config: KernelConfig, blocks: BlockSizes, layer: Int32[Array, "1"], plan: WorkPlan, operands: Operands
 ) -> tuple[Pages, Float32[Array, "decode_slots K padded_group sums"], Shaped[Array, "Q padded sums"]]:
-    """Return the updated pool and the outputs by decode slot and by tile; undefined for tokens without a tile."""
+    """Return the updated pool and the outputs by decode slot and by tile (undefined for tokens without a tile)."""
     scalars = (layer, plan.counts, plan.writes, plan.decode_slots, plan.groups, *plan.tiles)
     inputs = {name: x for name, x in operands._asdict().items() if x is not None}
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)

@@ -62,7 +62,7 @@ class PageMatrices(Layout):
         return (dims.num_layers, dims.num_pages, self.num_matrices, dims.page_size, columns)
 
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the scales' shape: one memory tile per slab, so that it is written with the slab.
+        """Return the scales' shape: one memory tile per slab, which is written with the slab.
 
         A row in the tile holds four vectors' scales for 32 tokens; the first row belongs to the first heads.
         """

@@ -14,7 +14,7 @@ SUBLANES = 8  # 32-bit rows per memory tile
 ALIGNED_TOKENS = 16  # alignment for query tiles: rows per memory tile with 16-bit elements
 SCALE_TOKENS = 32  # tokens per scale tile: rows per memory tile with 8-bit elements
 SCALE_HEADS = LANES // SCALE_TOKENS  # vectors whose scales are adjacent in a row of a scale tile
-COPY_BYTES = 128 * 2**10  # 64 ns at 2 TB/s, the assumed, unmeasured cost to issue a copy
+COPY_BYTES = 128 * 2**10  # 64 ns at 2 TB/s: time to issue a copy; assumed, not measured
 SEPARATE_HEAD_DIM = 512  # minimum head dim for which keys and values have separate matrices
 COPY_TOKENS = 128  # maximum default page size
 

@@ -37,7 +37,7 @@ class _Memory(NamedTuple):
 class Phase(ABC):
     """List of entries, each with key blocks. All entries' blocks, in order, are the work items.
 
-    During one work item, the pages for the next ones are in flight, and the page ids for the one after them.
+    While one work item is computed, the pages for the next ones are in flight, and the page ids for the one after them.
     """
 
     sequences: int  # sequences per work item

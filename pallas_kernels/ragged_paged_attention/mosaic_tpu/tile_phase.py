@@ -163,7 +163,7 @@ class TilePhase(Phase):
         return visible
 
     def _merge(self, entry: Any, scratch: _TileScratch) -> None:
-        """Keep the outputs for other tokens that share memory tiles with the tile."""
+        """Put the tile's results into `scratch.out`; other tokens in its memory tiles keep their previous outputs."""
         shape = (self.tokens, self.config.columns.sums)
         token = lax.broadcasted_iota(jnp.int32, shape, 0) - self._column(entry, LEAD)
         is_own = (token >= 0) & (token < self._column(entry, NUM_TOKENS))
