@@ -71,7 +71,7 @@ class Experts(NamedTuple):
 
     @property
     def num_held(self) -> int:
-        """Number of local experts: on one device, the experts in its shard."""
+        """Number of local experts: on one device, its shard's."""
         return self.num_experts if self.shard_axis is None else self.num_experts // self.num_shards
 
     def most_read(self, num_tokens: int) -> int:
@@ -85,7 +85,7 @@ def route(
     """Return weights, in float32, and indices of each token's experts with the largest scores.
 
     Args:
-        logits: outputs of the router.
+        logits: router outputs.
         experts: sizes, and rules for scores and weights.
         bias: terms added to scores for the choice, but not to weights.
     """
@@ -232,13 +232,13 @@ def apply_experts(
 
 
 def _local_biases(bias: Float[Array, "E N"] | None, first: Any, experts: Experts) -> Float[Array, "held N"] | None:
-    """Return the biases of a device's experts, from index `first` on."""
+    """Return the biases for a device's experts, from index `first` on."""
     if bias is None or experts.num_shards == 1:
         return bias
     return lax.dynamic_slice_in_dim(bias, first, experts.num_held)
 
 
 def _expert_axes(axis: str | tuple[str, ...], experts: Experts) -> tuple[str, ...]:
-    """Return the mesh axes that split each expert; along the others devices have other experts."""
+    """Return the mesh axes that split each expert; along other axes devices have different experts."""
     axes = (axis,) if isinstance(axis, str) else axis
     return tuple(name for name in axes if name not in (experts.shard_axis or ()))

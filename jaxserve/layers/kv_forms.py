@@ -135,7 +135,7 @@ class HeadVectors(KVForm):
 
 @dataclass(frozen=True)
 class MixedHeads(HeadVectors):
-    """The larger heads in a model with two head sizes, for which its pool is made.
+    """Larger heads in a model with two head sizes; the pool is made for these.
 
     Attributes:
         smaller: heads in the other layers.
@@ -204,7 +204,7 @@ class PartOfPages(HeadVectors):
 
 @dataclass(frozen=True)
 class Latents(KVForm):
-    """One latent for all heads, which begins with its value (multi-head latent attention).
+    """MLA (multi-head latent attention): one latent for all heads, whose first elements are the value.
 
     Attributes:
         rank: value size, r.

@@ -31,7 +31,7 @@ class LinearContext(NamedTuple):
     The matrix multiplies, `reduce` sums over devices, and `finish` does the rest; kernels may fuse all of them.
 
     Attributes:
-        tokens: tokens by row of x, None outside layers; matrices that add per-token terms, as adapters do, read it.
+        tokens: tokens by row of x, None outside layers; matrices that add per-token terms need them, as adapters do.
         norm: norm applied to x.
         bias: bias, for grouped matrices [groups, out].
         activation: function applied after the bias.

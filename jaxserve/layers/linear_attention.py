@@ -111,7 +111,7 @@ def _is_single(rows: StateRows) -> Bool[Array, " R"]:
 def _lone_token(rows: StateRows) -> tuple[Int[Array, "2"], Int[Array, "2"], Int[Array, ""]]:
     """Return rows, target entries and their number for a step with one token.
 
-    As no chunks follow, the token is computed here even if a snapshot is wanted: once per entry, the slot's last.
+    As no chunks follow, the token is computed here even with a snapshot: once per entry, the slot's entry last.
     """
     has_kept = (rows.kept_len > 0).astype(jnp.int32)
     entry = jnp.where(has_kept > 0, jnp.concatenate([rows.kept, rows.target]), rows.target)
@@ -127,9 +127,9 @@ def _chunks(
 ) -> tuple[Float32[Array, "T V Dv"], Float32[Array, "L N V Dv Dk"]]:
     """Compute the longer rows: return `out` with their outputs, and the updated memory.
 
-    A row's chunks are consecutive. A chunk ends at the position that a snapshot wants; if the row ends there too, an
-    empty chunk follows. Each chunk passes its state to the next, which first writes it to the pool: if a chunk read the
-    pool and wrote it afterwards, XLA would copy the pool.
+    A row's chunks are consecutive. A chunk ends at the snapshot's position, if there is one; if the row ends there too,
+    an empty chunk follows. Each chunk passes its state to the next, which first writes it to the pool: if a chunk read
+    the pool and wrote it afterwards, XLA would copy the pool.
     """
     T = out.shape[0]
     size = min(CHUNK, 1 << (T - 1).bit_length())

@@ -17,7 +17,7 @@ class StateRows(NamedTuple):
     Attributes:
         source: entry from which each row's state is read; not read if `start` is 0, as a sequence starts from zeros.
         target: entry to which the new state is written, if the row has tokens.
-        start: number of tokens computed in earlier steps.
+        start: number of tokens in the sequence before the row.
         cu_q_lens: each row's first token, then the end of the last row.
         row: each token's row; arbitrary for padding.
         offset: each token's index in its row; arbitrary for padding.

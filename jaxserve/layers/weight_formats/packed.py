@@ -42,7 +42,7 @@ class NativeMatrix(Matrix):
         return packed_linear.rows(self.packed, ids)
 
     def linear(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T outputs"]:
-        """Compute everything in one call, unless devices sum first or the kernel has another activation."""
+        """Compute the linear layer in one call, unless devices sum first or the kernel has another activation."""
         if context.axis is not None or context.activation is not (swiglu if self.packed.gated else None):
             return super().linear(x, context)
         norm, fused = context.norm, None
@@ -63,7 +63,7 @@ class NativeMatrix(Matrix):
     def linear_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M outputs"]:
-        """Compute everything in one call if the matrices are gated and have no bias."""
+        """Compute the linear layers in one call if the matrices are gated and have no bias."""
         if not self.packed.gated or context.activation is not swiglu or context.bias is not None:
             return super().linear_groups(x, group_sizes, context)
         return grouped_matmul(x, self.packed, group_sizes).astype(context.dtype)
@@ -103,7 +103,7 @@ def unsupported(form: FormatChoice, dtype: DTypeLike, platform: str | None = Non
 
 
 def abstract(form: WeightFormat, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> NativeMatrix:
-    """Return the shapes that `pack` makes of a device's shard, [N, K]."""
+    """Return the result of `pack` as shapes, for a device's shard [N, K]."""
     leaves, native = form.leaves(row, shape, dtype), form.native_dtype(dtype)
     assert native is not None, "see `unsupported`"
     (N, K), num_groups, has_zeros = shape, leaves[1].shape[0] if len(leaves) > 1 else 0, len(leaves) > 2

@@ -1,4 +1,4 @@
-"""Matmul by quantised matrices: by a kernel if one can run, otherwise by XLA, on CPUs in slabs."""
+"""Matmuls with quantised matrices: in a kernel if one can run, otherwise in XLA, on CPUs in slabs."""
 
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -97,7 +97,7 @@ class StoredMatrix(ScaledMatrix):
     def quantize_inputs(
         self, x: Float[Array, "T in"], context: LinearContext
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
-        """Return x in column order, and if the scheme quantises activations, quantised with a factor."""
+        """Return x in column order, quantised and with a factor if the scheme quantises activations."""
         if self.order is not None:
             x = x if context.axis is None else lax.all_gather(x, context.axis, axis=1, tiled=True)
             x = x.at[:, self.order].get(mode="promise_in_bounds", unique_indices=True)

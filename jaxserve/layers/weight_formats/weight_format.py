@@ -86,9 +86,9 @@ class FormatChoice(Protocol):
 
 
 class WeightFormat(ABC):
-    """Format that devices store matrices in: the arrays, their computation, and the pytree that multiplies.
+    """Storage format on devices: the arrays, their computation from a tensor, and the pytree that multiplies.
 
-    Checkpoints are read by the row's names and shapes. Random weights are converted as loaded ones are.
+    Checkpoints are read by the row's names and shapes. Random weights are converted in the same way as loaded ones.
 
     Attributes:
         name: name in messages and in `quantization`.
@@ -126,7 +126,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
-        """Return some rows for each leaf from the same rows in the tensor."""
+        """Encode some tensor rows: return the same rows for each leaf."""
 
     def each_slab(self, row: Row, tensor: StoredTensor, leaves: Sequence[Leaf], use: Callable[..., None]) -> None:
         """Call `use(start, *elements)` slab by slab, from several threads simultaneously.
