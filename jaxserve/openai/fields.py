@@ -92,7 +92,7 @@ class BodyReader:
     def read(
         self, content: object, fields: ObjectFields, where: str = "the body", param: str | None = None, prefix: str = ""
     ) -> Json:
-        """Return the values of an object's fields.
+        """Return the values of an object's fields, in the order of `fields`.
 
         Args:
             content: the object.
@@ -119,7 +119,7 @@ class BodyReader:
             if field.is_needed and name not in given:
                 raise BadRequestError(f"{path}{name} must be given", param or name, "missing_required_parameter")
         self.ignored |= {prefix + name for name in given if fields[name].is_ignored}
-        return {name: value for name, value in given.items() if fields[name].is_kept}
+        return {name: given[name] for name, field in fields.items() if field.is_kept and name in given}
 
     def read_variant(
         self,

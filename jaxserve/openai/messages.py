@@ -146,8 +146,8 @@ def _read_messages(messages: list[Any], turns: _Turns, reader: BodyReader) -> st
 
 def _tool(tool: Any, reader: BodyReader) -> Json:
     _, function = reader.read_variant(tool, {"custom": _TOOL}, "a tool", "tools", default="custom", prefix="tools.")
-    function["parameters"] = function.pop("input_schema")
-    return {"type": "function", "function": function}
+    first = {"name": function.pop("name"), "parameters": function.pop("input_schema")}
+    return {"type": "function", "function": first | function}
 
 
 def _as_parts(content: str | list[Json]) -> list[Json]:

@@ -82,8 +82,13 @@ _FORMATS: Mapping[str, ObjectFields] = {
     "json_schema": {"name": needed(TEXT), "schema": needed(OBJECT), "strict": SWITCH, "description": TEXT},
 }
 _TOOL = {
-    "function": {**FUNCTION, "parameters": OBJECT, "output_schema": DROPPED}
-}  # the caller's function makes the output
+    "function": {
+        **each(TEXT, "name", "description"),
+        "parameters": OBJECT,
+        **FUNCTION,
+        "output_schema": DROPPED,  # the caller's function makes the output
+    }
+}
 _NAMED = {"function": {"name": needed(TEXT)}}
 _CHOICES = {**_NAMED, "allowed_tools": {"tools": needed(LIST), "mode": needed(TEXT)}}
 _ITEM = each(DROPPED, "id", "status")

@@ -1,5 +1,6 @@
 """Responses and messages without a server: however a stream is cut, what clients accumulate is the whole reply."""
 
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterable
@@ -344,6 +345,25 @@ def test_no_field_is_dropped(path: str, params: Any) -> None:
             assert error.param == name  # noqa: PT017 - all else is looked at below
             continue
         assert found.chat != plain.chat or name in found.ignored, name
+
+
+@pytest.mark.parametrize(
+    ("path", "schema", "order"),
+    [
+        (RESPONSES, "parameters", ["name", "description", "parameters", "strict"]),
+        (MESSAGES, "input_schema", ["name", "parameters", "description", "strict"]),
+    ],
+)
+def test_prompts_do_not_depend_on_the_order_of_a_tools_fields(path: str, schema: str, order: list[str]) -> None:
+    """Templates print tools as JSON: one order of their fields lets prompts share cached pages."""
+    tool = {"name": "f", "description": "d", schema: {}, "strict": True}
+    kind = {"type": "function"} if path == RESPONSES else {}
+    translate = INTERFACES[path].translate
+    assert translate is not None
+    for names in itertools.permutations(tool):
+        given = kind | {name: tool[name] for name in names}
+        (found,) = translate(BODIES[path] | {"tools": [given]}).chat["tools"]
+        assert list(found["function"]) == order
 
 
 @pytest.mark.parametrize("name", ["hermes", "openai", "deepseek_v31"])
