@@ -237,7 +237,7 @@ class ArchConfig:
 
     @property
     def mean_score_size(self) -> Fraction:
-        """Mean elements that a query-key pair multiplies, over layers with attention."""
+        """Mean multiply-adds per head and query-key pair, over layers with attention."""
         sizes = [attention.kv.score_size for attention in self.attention_layers]
         return Fraction(sum(sizes), len(sizes))
 
@@ -256,7 +256,7 @@ class ArchConfig:
     def period(self) -> int:
         """Number of layers after which their specs repeat, from layer `num_first_layers` on.
 
-        A multiple that fills pages if layers take different space in pages and the multiple repeats too.
+        If layers differ in bytes per token, a multiple that fills whole pages, provided that it repeats too.
         """
         layers = self.layers[self.num_first_layers :]
         period = next((p for p in range(1, len(layers)) if layers[p:] == layers[:-p]), len(layers))

@@ -78,7 +78,7 @@ def forward_with_features(
         {name: p[name] for name in p if name not in stacks} for p, stacks in zip(scanned, in_place, strict=True)
     )
 
-    places = arch.kv_layout.layers
+    layer_kv = arch.kv_layout.layers
 
     def run(
         block: Block, kind: int, p: Params, x: Array, tokens: TokenContext, index: Array, inputs: Array | None
@@ -92,8 +92,9 @@ def forward_with_features(
 
     num_features = len(feature_layers)
     features = jnp.zeros((num_features, *x.shape), x.dtype)
-    wanted = {layer: place for place, layer in enumerate(feature_layers)}
-    place_of = [wanted.get(layer, num_features) for layer in range(start, end)]  # out-of-range updates are dropped
+    wanted = {layer: index for index, layer in enumerate(feature_layers)}
+    # Other layers get an index out of range, so that their updates are dropped.
+    index_in_features = [wanted.get(layer, num_features) for layer in range(start, end)]
 
     def keep(features: Array, layer: int, x: Array) -> Array:
         return features.at[wanted[layer]].set(x) if layer in wanted else features
@@ -102,13 +103,13 @@ def forward_with_features(
         state: tuple[Array, Array, TokenContext], xs: tuple[tuple[Params, ...], Array, Array, Array, Array | None]
     ) -> tuple[tuple[Array, Array, TokenContext], None]:
         x, features, tokens = state
-        period, places_in_features, numbers, index, period_inputs = xs
+        period, feature_indices, kv_positions, index, period_inputs = xs
         for kind, matrices in enumerate(period):
             p = {**matrices, **{name: StackedMatrix(stack, index) for name, stack in in_place[kind].items()}}
             if num_features:
-                features = features.at[places_in_features[kind]].set(x, mode="drop")
+                features = features.at[feature_indices[kind]].set(x, mode="drop")
             own = None if period_inputs is None else period_inputs[kind]
-            x, tokens = run(family.block, start + kind, p, x, tokens, numbers[kind], own)
+            x, tokens = run(family.block, start + kind, p, x, tokens, kv_positions[kind], own)
         return (x, features, tokens), None
 
     def run_unrolled(
@@ -119,15 +120,17 @@ def forward_with_features(
         for layer, p in enumerate(period, start):
             features = keep(features, layer, x)
             own = None if inputs is None else inputs[layer]
-            x, tokens = run(block, layer, p, x, tokens, jnp.int32(places[layer].position), own)
+            x, tokens = run(block, layer, p, x, tokens, jnp.int32(layer_kv[layer].position), own)
         return x, features, tokens
 
     state = run_unrolled((x, features, tokens), layers.first, 0)
     if scanned:
-        numbers = [places[layer].position for layer in range(start, end)]
-        feature_places, layer_numbers = (jnp.array(each).reshape(-1, len(scanned)) for each in (place_of, numbers))
-        of_periods = None if inputs is None else inputs[start:end].reshape(-1, len(scanned), *inputs.shape[1:])
-        xs = (sliced, feature_places, layer_numbers, jnp.arange(len(layer_numbers)), of_periods)
+        kv_positions = [layer_kv[layer].position for layer in range(start, end)]
+        scanned_features, scanned_positions = (
+            jnp.array(each).reshape(-1, len(scanned)) for each in (index_in_features, kv_positions)
+        )
+        scanned_inputs = None if inputs is None else inputs[start:end].reshape(-1, len(scanned), *inputs.shape[1:])
+        xs = (sliced, scanned_features, scanned_positions, jnp.arange(len(scanned_positions)), scanned_inputs)
         state, _ = lax.scan(run_period, state, xs)
     x, features, tokens = run_unrolled(state, layers.rest, end)
     features = keep(features, arch.num_layers, x)

@@ -121,7 +121,7 @@ def v3_arch(config: Mapping[str, Any], dense_layers: Collection[int] | None = No
 
 
 def glm_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse a GLM-4.7-Flash config.json: `mlp_layer_types` if given, else only the first layer has no experts."""
+    """Parse a GLM-4.7-Flash config.json: without `mlp_layer_types` the first layers are dense."""
     config = {**_GLM_DEFAULTS, "first_k_dense_replace": 1, **config}
     num_dense = read_fields(config, {"first_k_dense_replace": COUNT})["first_k_dense_replace"]
 

@@ -1,7 +1,7 @@
 """Decoder layer in draft heads.
 
-Most heads are published as Llama layers, whatever the target's family. Models with MLA have MTP layers like
-their own layers instead, after these in their checkpoints.
+Most heads are published as Llama layers, whatever the target's family. Models with MLA have MTP layers instead:
+layers like the target's, stored after them in its checkpoint.
 """
 
 import dataclasses

@@ -91,14 +91,14 @@ class FlopCounts:
         """Count the FLOPs of the whole model, or of one device's part if `arch` has one device's sizes."""
         matrices = [spec for spec in specs if spec.is_matrix and spec.path[0] in ("layers", LAYER_PROJECTION)]
         # Under data-parallel attention each device computes attention and MLP only for its own tokens.
-        num_shares = arch.num_data_shards if arch.token_axis else 1
+        num_shards = arch.num_data_shards if arch.token_axis else 1
         layers = sum(
-            spec.mean_token_rows * spec.shape[1] // (num_shares if spec.experts is None else 1) for spec in matrices
+            spec.mean_token_rows * spec.shape[1] // (num_shards if spec.experts is None else 1) for spec in matrices
         )
-        of_states = sum(layer.state.token_flops for layer in arch.layers if layer.state)
+        state_flops = sum(layer.state.token_flops for layer in arch.layers if layer.state)
         head = (arch.vocab_size if arch.pooler is None else arch.pooler.num_labels) * arch.hidden_size
-        per_score = int(2 * arch.attention.num_heads * arch.mean_score_size / num_shares)
-        return cls(2 * layers + of_states, 2 * head, per_score)
+        per_score = int(2 * arch.attention.num_heads * arch.mean_score_size / num_shards)
+        return cls(2 * layers + state_flops, 2 * head, per_score)
 
     def step(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return a step's FLOPs.

@@ -53,8 +53,8 @@ _SHARED_DEFAULTS = {
 }
 _SHARED_FIELDS = {"num_hidden_layers": SIZE, "num_local_experts": COUNT, "shared_intermediate_size": COUNT}
 _HYBRID_FIELDS = {"position_embedding_type": one_of(["rope", "nope"]).or_null()}
-_ATTENTION = ("attention", FULL)  # name in published checkpoints, name in transformers
-_MAMBA = ("mamba", "linear_attention")  # in the same order
+_ATTENTION = ("attention", FULL)  # published name, name in transformers
+_MAMBA = ("mamba", "linear_attention")  # published name, name in transformers
 _MOE_NAMES = MoeNames(
     router="block_sparse_moe.router.layer",
     parts=(),

@@ -23,7 +23,7 @@ class _Kind(NamedTuple):
     Attributes:
         window: sliding window in tokens, None for full attention.
         kv: vectors that a token keeps in such a layer.
-        num_parts: such layers that fill one pool layer.
+        num_parts: number of such layers that fill one pool layer.
     """
 
     window: int | None

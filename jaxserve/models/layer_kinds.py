@@ -1,4 +1,4 @@
-"""Layer types: reads the fields that specify which layers have windows, RoPE, experts or recurrent states.
+"""Layer types: parsers for the fields that specify which layers have windows, RoPE, experts or recurrent states.
 
 A family reads the fields that it supports. `check_unread` rejects all others unless they have no effect.
 """
@@ -53,7 +53,7 @@ def layer_windows(kinds: Sequence[str], window: int | None) -> tuple[int | None,
 def read_windows(
     config: Mapping[str, Any], num_layers: int, default: Callable[[int], str], *, has_switch: bool = False
 ) -> tuple[int | None, ...]:
-    """Return each layer's window: `sliding_window` in layers with a window by `layer_types`, or by default.
+    """Return each layer's window: `sliding_window` if its type, from `layer_types` or `default`, is sliding attention.
 
     Args:
         config: content of config.json.
@@ -74,7 +74,7 @@ def same_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def by_kind(config: Mapping[str, Any], local_theta: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return config.json with the RoPE for full attention in all layers, and with the RoPE for sliding windows.
+    """Return two copies of config.json: one with only full attention's RoPE, one with only sliding attention's.
 
     Newer files specify RoPE by layer type; in older files scaling only applies to layers without a window.
 
@@ -95,7 +95,7 @@ def by_kind(config: Mapping[str, Any], local_theta: float) -> tuple[dict[str, An
 
 
 def _only(*values: Any) -> FieldType:
-    """Return the type for a field that a family does not read, with only the values that have no effect."""
+    """Return a field type with only these values: they have no effect, so a family need not read the field."""
     words = " or ".join("null" if value is None else str(value).lower() for value in values)
     return FieldType(words, lambda value: any(value == own and type(value) is type(own) for own in values))
 

@@ -43,7 +43,7 @@ class MlaSizes(NamedTuple):
     Attributes:
         nope_dim: elements per query head and key that are not rotated.
         value_dim: elements per value.
-        q_rank: size between the two matrices of queries; None if they have one.
+        q_rank: rank of the query projection; None if it is a single matrix.
         interleaved: True if elements 2i and 2i + 1 are rotated together; False for i and i + rope_dim / 2.
     """
 
@@ -214,7 +214,7 @@ class LayerOptions(NamedTuple):
 
         Args:
             k: keys that the layer makes; None if it reads another's.
-            v: values, or the matrices that expand latents to values; None if it reads another's.
+            v: values, or the matrices that expand latents to keys and values; None if it reads another's.
             shared: keys and values of earlier layers, by layer.
         """
         if k is None:

@@ -21,7 +21,7 @@ from jaxserve.models.layer_spec import LayerSpec
 from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import Params, ParamSpec
 
-_INFINITY = {"__float__": "Infinity"}  # transformers writes infinity so
+_INFINITY = {"__float__": "Infinity"}  # infinity as transformers writes it
 
 
 def _is_limit(value: object) -> bool:

@@ -192,7 +192,7 @@ def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:
 
 @jax.jit
 def _rows_or_zeros(array: Array, rows: Array) -> Array:
-    """Return rows of an array, zeros for out-of-range indices; jitted, so that no operation compiles separately."""
+    """Return rows of an array, zeros for out-of-range indices; jitted as one program instead of one per operation."""
     return array.at[rows].get(mode="fill", fill_value=0)
 
 
@@ -257,22 +257,22 @@ def _rows_held(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NDArray[np.int64]:
     num_rows = spec.shape[0]
     parts = np.split(np.arange(num_rows), np.cumsum(spec.hf_rows)[:-1])
     firsts = range(num_parts(mesh, split_axes(spec.axes)))  # the first devices have all parts, in order
-    shares = [np.concatenate(_share(spec, parts, index, mesh)[0]) for index in firsts]
-    return np.concatenate([np.pad(s, (0, len(shares[0]) - len(s)), constant_values=num_rows) for s in shares])
+    all_slices = [np.concatenate(_device_slices(spec, parts, index, mesh)[0]) for index in firsts]
+    return np.concatenate([np.pad(s, (0, len(all_slices[0]) - len(s)), constant_values=num_rows) for s in all_slices])
 
 
 def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:
     """Yield the shard that each device in this process reads; the last shards are padded with zeros."""
     devices = list(sharding.mesh.devices.flat)
-    shares = [_share(spec, tensor.parts, index, sharding.mesh) for index in range(len(devices))]
-    num_rows = sum(map(len, shares[0][0]))
-    for device, (parts, row_parts) in zip(devices, shares, strict=True):
+    all_slices = [_device_slices(spec, tensor.parts, index, sharding.mesh) for index in range(len(devices))]
+    num_rows = sum(map(len, all_slices[0][0]))
+    for device, (parts, row_parts) in zip(devices, all_slices, strict=True):
         if device.process_index != jax.process_index():  # read by its own process
             continue
         yield tensor.with_parts(parts, SingleDeviceSharding(device), num_rows - sum(map(len, parts)), row_parts)
 
 
-def _share(
+def _device_slices(
     spec: ParamSpec, parts: Sequence[Part], index: int, mesh: Mesh | AbstractMesh
 ) -> tuple[list[Part], Sequence[Part] | None]:
     """Return device `index`'s slices of each part, and the parts with whole rows if it holds only some columns.
@@ -282,15 +282,15 @@ def _share(
     axes = split_axes(spec.axes) if spec.experts is None else "tensor"
     if spec.experts is not None and spec.is_matrix:  # biases are one array for all experts
         parts = parts[_slice(len(parts) // spec.experts.num_shards, part_of(mesh, index, EXPERTS))]
-    place, count = part_of(mesh, index, axes), num_parts(mesh, axes)
+    shard, count = part_of(mesh, index, axes), num_parts(mesh, axes)
     if spec.split_dimension == 1:
-        return [part[:, _slice(part.shape[1] // count, place)] for part in parts], parts
+        return [part[:, _slice(part.shape[1] // count, shard)] for part in parts], parts
     if not spec.heads:
-        return [part[_slice(-(-len(part) // count), place)] for part in parts], None
+        return [part[_slice(-(-len(part) // count), shard)] for part in parts], None
     return [
         part[_slice(len(part) // num_heads, head)]
         for part, num_heads in zip(parts, spec.heads, strict=True)
-        for head in held_heads(num_heads, place, count)
+        for head in held_heads(num_heads, shard, count)
     ], None
 
 
@@ -342,12 +342,12 @@ def stack_layers(
     def stack_alike(alike: list[Params]) -> Params:
         return {name: jax.tree.map(stack, *[layer.pop(name) for layer in alike]) for name in list(alike[0])}
 
-    periodic = tuple(stack_alike(layers[place:num_scanned:period]) for place in range(period))
+    periodic = tuple(stack_alike(layers[index:num_scanned:period]) for index in range(period))
     return {**params, "layers": ScannedLayers(periodic, layers[num_scanned:], first)}
 
 
 def lookup_tables(params: Params, *, has_logits: bool = True) -> Params:
-    """Return the tables from which a step only reads a row per token; a tied embedding is not one."""
+    """Return the tables from which a step reads only one row per token, so not a tied embedding."""
     names = [POSITION_EMBED, LAYER_EMBED]
     names += [] if has_logits and "lm_head" not in params else ["embed"]
     return {name: params[name] for name in names if name in params}

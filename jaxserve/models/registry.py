@@ -35,7 +35,7 @@ from jaxserve.models.params import ParamSpec
 from jaxserve.weights import CheckpointError, read_schemes
 
 # Fields that a multimodal config.json may have only at its top level.
-_OF_WHOLE = ("dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
+_TOP_LEVEL_FIELDS = ("dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
 FAMILIES: Mapping[str, ModelFamily] = {
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": mistral.MISTRAL,
@@ -114,7 +114,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     text = read_fields(config if names[0] not in _FLAT else {"text_config": config, **config}, {"text_config": TABLE})
     text = _with_text_positions(text["text_config"])
-    whole = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
+    whole = {name: config[name] for name in _TOP_LEVEL_FIELDS if config.get(name) is not None}
     part = TEXT_PARTS[names[0]]
     if not isinstance(part, str):
         kind = {"model_type": text.get("model_type", next(iter(part)))}
@@ -156,7 +156,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def _described(config: Mapping[str, Any]) -> str:
-    """Return an error message's beginning that describes an unsupported vision or audio model, or an empty string."""
+    """Return the start of an error message if this is a vision or audio model, otherwise an empty string."""
     names = config.get("architectures")
     name = names[0] if STRINGS.holds(names) and names else config.get("model_type")
     inputs = [kind for kind in ("vision", "audio") if f"{kind}_config" in config]

@@ -38,12 +38,12 @@ class WeightReads(NamedTuple):
         """
         experts = next((spec.experts for spec in specs if spec.experts is not None), None)
         names = {spec.path[-1] for spec in specs if spec.experts is not None}
-        of_experts = [
+        expert_weights = [
             leaf
             for path, leaf in jax.tree.leaves_with_path(params["layers"])
             if any(isinstance(key, jax.tree_util.DictKey) and key.key in names for key in path)
         ]
-        all_experts = num_bytes(of_experts)
+        all_experts = num_bytes(expert_weights)
         whole = num_bytes(params) - num_bytes(lookup_tables(params, has_logits=has_logits)) - all_experts
         per_expert = 0 if experts is None else all_experts // experts.num_held
         return cls(whole, lookup_bytes(params, specs, num_bytes), per_expert, experts)
