@@ -28,6 +28,11 @@ def test_faults_are_named_in_a_short_line(name: str, text: str) -> None:
     assert "\n" not in str(info.value)
 
 
+@pytest.mark.parametrize("value", [None, "null", " null\n"])
+def test_null_turns_speculative_decoding_off(value: str | None) -> None:
+    assert SpeculationConfig.from_value(value) is None
+
+
 def test_nested_lines_of_a_calibration_file(tmp_path: Path) -> None:
     tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level())
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 100_000)

@@ -93,7 +93,8 @@ class SpeculationConfig:
         _SCHEMA.check(self)
         if self.prompt_lookup_min is None:
             values["prompt_lookup_min"] = self.prompt_lookup_max
-        integer(1, self.prompt_lookup_max).read("prompt_lookup_min" + _OWNER, self.prompt_lookup_min, ConfigError)
+        min_type = integer(1, self.prompt_lookup_max)
+        values["prompt_lookup_min"] = min_type.read("prompt_lookup_min" + _OWNER, self.prompt_lookup_min, ConfigError)
         if self.tree is not None:
             self._check_tree(self.tree)
         if self.quantization is not None and self.method != "draft_model":
@@ -118,6 +119,8 @@ class SpeculationConfig:
         """Return the configuration for a user's value; ConfigError for unsupported keys."""
         if value is None or isinstance(value, SpeculationConfig):
             return value
+        if isinstance(value, str) and value.strip() == "null":
+            return None
         names = [field.name for field in dataclasses.fields(cls)]
         kept = {}
         for name, each in read_object("speculative_config", value).items():

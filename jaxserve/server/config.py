@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jaxserve.api.schema import FieldType, Schema, integer, is_sequence, number, one_of
@@ -142,6 +143,11 @@ class ServerConfig:
         return targets
 
 
+def _or_inf(finite: FieldType) -> FieldType:
+    """Return the type that also accepts infinity, for a time without a limit."""
+    return replace(finite, holds=lambda value: (isinstance(value, float) and value == math.inf) or finite.holds(value))
+
+
 _COUNTS = (
     *("max_queued_requests", "max_queued_tokens", "max_open_requests_per_key", "max_body_bytes", "max_prompts"),
     *("max_json_depth", "max_batch_file_bytes", "max_batch_storage_bytes"),
@@ -153,10 +159,10 @@ _SCHEMA = Schema(
     ServerConfig,
     {
         **dict.fromkeys(_COUNTS, integer(1)),
-        **dict.fromkeys(_TIMES, number(0, excludes_low=True)),
+        **dict.fromkeys(_TIMES, _or_inf(number(0, excludes_low=True))),
         **dict.fromkeys(("requests_per_minute_per_key", "tokens_per_minute_per_key"), integer(0)),
         "port": integer(0, 2**16 - 1),
-        "shutdown_timeout_s": number(0),
+        "shutdown_timeout_s": _or_inf(number(0)),
         "batch_retention_days": number(0, _MAX_RETENTION_DAYS, excludes_low=True),
         "degradation": FieldType(f"of {list(_LADDER)}", lambda given: is_sequence(given) and {*given} <= {*_LADDER}),
         "uvicorn_log_level": one_of(_UVICORN_LEVELS),

@@ -134,6 +134,14 @@ def test_rungs_are_off_by_option() -> None:
         ServerConfig(degradation=["all"])
 
 
+@pytest.mark.parametrize("name", ["body_timeout_s", "send_timeout_s", "stuck_after_s", "shutdown_timeout_s"])
+def test_times_may_be_infinite(name: str) -> None:
+    assert getattr(ServerConfig(**{name: math.inf}), name) == math.inf
+    for wrong in (-math.inf, -1.0, math.nan):
+        with pytest.raises(ConfigError, match=f"^{name} must be a"):
+            ServerConfig(**{name: wrong})
+
+
 def test_targets_of_classes() -> None:
     assert ServerConfig(admission_ttft_ms=["500", "1=2000"]).ttft_targets_s == {None: 0.5, 1: 2.0}
     for wrong in ("x", "1=", "-5"):
