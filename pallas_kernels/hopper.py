@@ -17,7 +17,9 @@ INTERPRETED = TargetChip("interpreter", num_cores=3, memory_bytes=SHARED_BYTES) 
 
 
 def unsupported_reason() -> str | None:
-    """Return the reason why the target chip cannot execute Hopper instructions, or None if it can."""
+    """Return why the target chip cannot execute Hopper instructions; None if it can, or if no local device is known to
+    be a GPU.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         is_hopper = any(name in device.device_kind for name in NAMES)

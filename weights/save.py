@@ -52,7 +52,7 @@ def save(
 def save_orbax(
     path: str | os.PathLike[str], specs: Sequence[TensorRow], params: Params, hf_config: Mapping[str, Any]
 ) -> None:
-    """Write `params` as an Orbax directory, as `convert` does, independent of their devices.
+    """Write `params` as an Orbax checkpoint, in the layout that `convert` writes: it can be loaded on other devices.
 
     Args:
         path: directory that is absent or empty; it appears once it is complete.

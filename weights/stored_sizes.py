@@ -24,10 +24,10 @@ _ROUTER_NAME = re.compile(r"\.(?:router|gate)\.")
 
 
 def check_sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: object) -> None:
-    """Raise a CheckpointError if config.json claims more layers, experts or elements than the tensors can have.
+    """Raise a CheckpointError if config.json has sizes too large for the stored tensors.
 
-    Only shapes are read. Allocations by a checked config.json are not larger than the tensors; exact shapes are checked
-    later, against the model.
+    Layers and experts must not exceed the stored ones; each dimension may be up to 16 times the largest in the files,
+    because words may be packed. Products of dimensions are not limited. Exact shapes are checked later.
 
     Args:
         config: content of config.json.

@@ -90,7 +90,7 @@ class PoolingRequestOutput(Generic[OutputT]):
     finished: bool = True
 
     def converted(self, kind: Callable[[str, OtherT, TokenIds, int], ResultT], outputs: OtherT) -> ResultT:
-        """Return the same request's result as a `kind`."""
+        """Return a copy with the class `kind`, such as EmbeddingRequestOutput, that holds `outputs`."""
         return kind(self.request_id, outputs, self.prompt_token_ids, self.num_cached_tokens)
 
 

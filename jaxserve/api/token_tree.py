@@ -65,7 +65,7 @@ class TokenTree:
 
     @cached_property
     def rank(self) -> tuple[int, ...]:
-        """Each node's rank among its siblings, without node 0."""
+        """Each node's rank among its parent's candidates, 0 for the most likely one; without node 0."""
         return tuple(path[-1] for path in self.paths)
 
     @cached_property

@@ -161,7 +161,10 @@ def _make_params(
 
 
 def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
-    """Return the layers in the programs' layout: stacked on TPUs if they can be scanned, otherwise unchanged."""
+    """Return the parameters as the model's programs take them.
+
+    On TPUs the layers are stacked along a leading axis if `lax.scan` can run over them; otherwise nothing changes.
+    """
     scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
     return stack_layers(params, arch.period, num_first=arch.num_first_layers) if scan else params
 

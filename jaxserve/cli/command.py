@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Command of `jaxserve`.
+    """Command of the `jaxserve` CLI.
 
     Attributes:
         name: name on the command line.
         summary: clause for help.
         add_flags: function that adds the command's arguments to its parser.
         run: function that runs the command and returns the exit code.
-        on_interrupt: end of the message after an interrupt.
+        on_interrupt: text appended to the message that Ctrl-C prints.
         usage: usage line; None for argparse's, which shows every flag.
     """
 

@@ -23,13 +23,14 @@ POLL_S = 5e-5  # time between two checks of several replicas' devices
 
 
 class CoreThread:
-    """Plans, launches and reads steps on a separate thread, which ends when no work is left.
+    """Thread that plans, launches and reads steps; it ends when no work is left, and `start` begins it again.
 
     Args:
-        core: core that nobody else drives, unless this thread is paused.
-        free: called if the core cannot continue.
+        core: core, which nobody else may drive unless this thread is paused.
+        free: called if the core cannot continue, to free its resources.
         notify: called on the thread after each step, and when it ends; None to wake `wait`.
-        num_untaken: returns the number of untaken deltas; None counts the outbox.
+        num_untaken: returns how many deltas their reader has not taken yet; steps pause if it exceeds MAX_DELTAS. None
+            counts the core's outbox.
     """
 
     def __init__(

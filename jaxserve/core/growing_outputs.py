@@ -29,6 +29,8 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True)
 class _Completion:
+    """One sample: its request, growing output, and the detokenizer that turns its tokens into text."""
+
     request: Request
     output: CompletionOutput
     detokenizer: Detokenizer

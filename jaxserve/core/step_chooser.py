@@ -40,7 +40,8 @@ class Chooser(Protocol):
     def launched(self, plan: StepPlan) -> bool:
         """Note the plan made with the latest choice; return whether its dispatch is a scout."""
 
-    def ended(self, step: InFlight, result: StepResult) -> None: ...
+    def ended(self, step: InFlight, result: StepResult) -> None:
+        """Note the result and duration of a step that has ended."""
 
     def pause(self) -> None:
         """Note that the next end has no previous end from which to measure."""

@@ -26,7 +26,11 @@ class StreamWaker:
         self._due_s = 0.0  # time of the next wake-up
 
     def listener(self, news: SimpleQueue[None]) -> Listener:
-        """Return a listener for one request that wakes the thread waiting on `news`, immediately or through `wake`."""
+        """Return a request listener that wakes the thread blocked on the queue `news` when the request has new output.
+
+        It wakes the thread immediately for the first and last output; later ones wait for `wake`, which limits the
+        rate.
+        """
         is_notified = False
 
         def listener(group: RequestGroup) -> None:

@@ -70,6 +70,14 @@ class WaitEstimator:
     def _wait_in(
         self, replica: Replica, later: Sequence[Request], num_tokens: int, is_ahead: Callable[[Request], bool]
     ) -> Wait | None:
+        """Estimate a new request's wait in one replica; None before its first steps were measured.
+
+        Args:
+            replica: the replica.
+            later: earlier requests that have not reached the replica's scheduler yet.
+            num_tokens: tokens in the new request's prompt.
+            is_ahead: function that returns whether a request is served before the new one.
+        """
         step_time, scheduler = replica.step_stats.step_time, replica.scheduler
         rates = step_time.rates()
         if rates is None:

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class PagedAttention(Attention):
-    """Attention over a pool, which each layer updates in place.
+    """Attention over the KV pool; each layer returns an instance with its writes to the pool.
 
     Attributes:
         backend: attention backend.
-        kv_pages: pool of keys and values.
-        groups: rows of every KV group.
-        tree_mask: drafted token trees; None without trees.
+        kv_pages: KV pool.
+        groups: rows and page tables for the kernel, by KV group.
+        tree_mask: ancestor bits for tokens in drafted trees; None without trees.
         states: pool of recurrent states.
-        state_rows: rows as seen by recurrent layers.
-        shared: this step's keys and values that further layers read, by layer.
+        state_rows: rows for recurrent layers; None if the model has none.
+        shared: this step's keys and values that later layers reuse, by layer.
     """
 
     backend: str = struct.field(pytree_node=False)

@@ -101,6 +101,14 @@ class Programs:
     def _compile_ahead(
         self, first: Shapes, later: Sequence[Shapes], ready: threading.Event, after: "Programs | None"
     ) -> None:
+        """Compile in the background: programs for the first request, then those that are stored, then all others.
+
+        Args:
+            first: shapes to compile before `ready` is set.
+            later: further shapes, in batches. Those that are not stored are compiled once the run is no longer short.
+            ready: event that lets requests begin.
+            after: other programs that must be compiled before `later`; None to begin immediately.
+        """
         try:
             self._compile_writers()
             self._compile(first, num_threads=COMPILE_THREADS)

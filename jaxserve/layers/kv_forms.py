@@ -216,6 +216,7 @@ class Latents(KVForm):
 
     @property
     def kind(self) -> ops.Latents:
+        """Parameters of MLA in the attention kernels."""
         return ops.Latents(self.rank, self.rope_dim)
 
     def attend(

@@ -50,7 +50,7 @@ class BodyContext:
     max_prompts: int = 1024
 
     def needed_tokenizer(self, name: str) -> Tokenizer:
-        """Return the tokenizer; BadRequestError for a field if there is none."""
+        """Return the tokenizer; if there is none, raise BadRequestError for the field `name` that needs it."""
         if self.tokenizer is None:
             message = f"{name} needs a tokenizer, and the engine runs with skip_tokenizer_init"
             raise BadRequestError(message, name)

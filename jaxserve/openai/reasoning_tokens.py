@@ -82,9 +82,11 @@ class ReasoningTokens:
         self._drop(end)
 
     def _count_before(self, end: int) -> None:
+        """Count the tokens that begin before index `end` if they are reasoning."""
         if self._in_thought and not self._in_header:
             self._num_ended += sum(start < end for start in self._starts)
 
     def _drop(self, end: int) -> None:
+        """Drop the text before index `end`, and the tokens that begin in it."""
         self._text = self._text[end:]
         self._starts = [start - end for start in self._starts if start >= end]

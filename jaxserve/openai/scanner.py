@@ -40,19 +40,19 @@ class _Call:
 
 
 class Scanner(JsonScanner):
-    """Scanner of one message.
+    """Incremental parser of one generated message into reasoning, content and tool calls.
 
     Args:
-        chat_format: format of the message.
-        call_id: function from the number of a call to its id.
-        in_reasoning: True if the prompt has ended with the delimiter of reasoning.
-        names: functions that may be called; None if nothing is taken for a call.
+        chat_format: the model's delimiters for reasoning and tool calls.
+        call_id: function from a tool call's index to its id.
+        in_reasoning: True if the prompt ends with the opening delimiter of reasoning.
+        names: functions that may be called; None if tool calls are not parsed, but remain text.
         hidden: delimiters that are special tokens, which users do not see wherever they are.
-        is_forced: True if the text must be calls.
+        is_forced: True if the whole text must be tool calls.
 
     Attributes:
-        num_calls: calls that have begun.
-        num_whole: calls that are complete.
+        num_calls: tool calls that have begun.
+        num_whole: tool calls that are complete.
     """
 
     def __init__(
@@ -365,7 +365,10 @@ class Scanner(JsonScanner):
         return (yield from self._passage(body_delimiters, Reasoning if is_reasoning else Content))
 
     def _headed_call(self, name: str) -> Steps:
-        """Take the arguments in the body of a message; returns whether there is more of the text."""
+        """Parse a message body as the arguments of a call to the function `name`; other text remains content.
+
+        Returns False if the text is cut off inside the arguments, so that nothing follows.
+        """
         try:
             if (yield from self._peek()) in ("{", '"'):
                 yield from self._arguments(name)

@@ -147,6 +147,7 @@ class _Grammar:
         return f"{self._literal(syntax.opening)} call {again} {space} {self._literal(syntax.end)}"
 
     def _arguments(self, number: int, function: Function, tools: Tools) -> str:
+        """Add the rule for a function's JSON arguments and return its name; `number` makes the name unique."""
         schema: dict[str, Any] = {"type": "object"}
         if function.is_strict or tools.are_forced:
             schema |= function.parameters

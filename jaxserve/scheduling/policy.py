@@ -63,7 +63,17 @@ class Policy:
         weights: tuple[tuple[str, float], ...] = (),
         targets: tuple[tuple[int | None, float, float], ...] = (),
     ) -> "Policy":
-        """Resolve configured options. A threshold of 0 means the token budget, with half-budget chunks."""
+        """Build the policy from engine options.
+
+        Args:
+            max_num_batched_tokens: token budget per step.
+            max_num_partial_prefills: maximum prompts between two chunks.
+            max_long_partial_prefills: maximum long prompts among these.
+            long_prefill_token_threshold: remaining tokens above which a prompt is long, and its chunk size. 0 means the
+                token budget as the threshold, and half the budget as chunk size.
+            weights: fair-share weights by tenant.
+            targets: latency targets by priority class, see `Policy`.
+        """
         return cls(
             reserved_prefill_tokens(max_num_batched_tokens),
             max_num_partial_prefills,
@@ -86,7 +96,14 @@ class Policy:
         return num_left > self.long_threshold
 
     def first_chunk(self, num_left: int, budget_left: int) -> int:
-        """Return a prompt's first tokens in this step, given the tokens it has left and the remaining budget."""
+        """Return the size of a prompt's first chunk in this step.
+
+        A long prompt gets at most half the remaining budget, so that short prompts fit beside it.
+
+        Args:
+            num_left: uncomputed tokens in the prompt.
+            budget_left: remaining token budget of the step.
+        """
         if self.is_long(num_left):
             return min(num_left, self.long_chunk, (budget_left + 1) // 2)
         return min(num_left, budget_left)

@@ -150,13 +150,14 @@ class Prefills:
 
 
 class _Kept:
-    """Pages reserved during each prompt's turn, oldest first: for older prompts, and for decoding rows to grow.
+    """Free pages that prompts may not take, because older prompts or growing decoding rows need them.
 
-    The sums follow the turns: one call may append tokens to many rows, which then all count as prompts.
+    Prompts are visited oldest first, and the sums are updated at each: one call may append tokens to many rows, which
+    then all count as prompts.
 
     Args:
         ledger: ledger of all requests.
-        prompts: prompts that take turns.
+        prompts: prompts that will be visited.
         num_older_pages: pages reserved for prompts before these.
     """
 
@@ -168,7 +169,7 @@ class _Kept:
         self._can_last_grow = False  # whether it could grow when its turn began
 
     def begin_turn(self, request: Request) -> None:
-        """Advance to the next prompt."""
+        """Make `request` the current prompt, and reserve the pages that the previous one still needs."""
         ledger, last = self._ledger, self._last
         if last is not None:
             self._num_growing -= self._can_last_grow
@@ -176,11 +177,11 @@ class _Kept:
         self._last, self._can_last_grow = request, ledger.can_grow(request)
 
     def forget(self, request: Request) -> None:
-        """Forget a prompt that is preempted before its turn."""
+        """Stop reserving pages for a prompt that is preempted before it is visited."""
         self._num_growing -= self._ledger.can_grow(request)
 
     def num_affordable(self, request: Request, most: int) -> int:
-        """Return how many tokens the current prompt may have so that others get the pages they need."""
+        """Return how many tokens, at most `most`, the current prompt may compute without the reserved pages."""
         ledger, size = self._ledger, self._size
         num_kept = ledger.num_pages_to_grow + self._num_older_pages - size * self._num_growing
         num_blocks = (len(request.pages) + max(ledger.num_available - num_kept, 0)) // size

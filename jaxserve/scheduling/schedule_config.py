@@ -271,9 +271,9 @@ def default_snapshots(config: EngineConfig, max_num_seqs: int) -> int:
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
-    """Return max_num_seqs and max_num_batched_tokens, with defaults consistent with the given values.
+    """Return max_num_seqs and max_num_batched_tokens, summed over all data-parallel shards.
 
-    Options count per data-parallel shard, results over all shards.
+    The options count per shard. If only one is set, the other's default is chosen to suit it.
     """
     seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:

@@ -15,11 +15,11 @@ MAX_DIGITS = 9
 
 
 class Keys:
-    """API keys, of which only hashes are kept.
+    """API keys, stored as hashes.
 
     Args:
-        keys: tenant and key of each.
-        limits: limits by tenant, of those that have their own.
+        keys: (tenant, key) pairs.
+        limits: limits by tenant; other tenants have the default limits.
     """
 
     def __init__(self, keys: Sequence[tuple[str, str]], limits: Mapping[str, Limits] | None = None) -> None:

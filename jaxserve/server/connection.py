@@ -72,7 +72,9 @@ class Connection(HttpToolsProtocol):
             self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection and the requests that wait on it, and let the running one end."""
+        """Drop the requests still queued on the connection, and notify running handlers that the client has
+        disconnected.
+        """
         self._deadline.cancel()
         self.pipeline.clear()
         for cycle in self._cycles:

@@ -35,17 +35,18 @@ class Origins:
         ]
 
     def refuses(self, method: str, request: Headers) -> bool:
-        """Return whether a browser says that a page of another site calls, which may not.
+        """Return whether the request is a cross-site POST (by Sec-Fetch-Site) from an origin that is not allowed.
 
-        A page can send some requests without asking first. It cannot read the reply, but the server would do the work.
+        Browsers send simple requests without a preflight. The page could not read the reply, but the server would do
+        the work.
         """
         is_foreign = method == "POST" and _value(request, b"sec-fetch-site") == b"cross-site"
         return is_foreign and not self.headers(request)
 
     def preflight(self, method: str, request: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the headers of the reply to a browser that asks whether a page may call; none if it may not.
+        """Return the reply headers for a CORS preflight request from an allowed origin; empty for any other request.
 
-        It asks without a key. The call that follows has one.
+        A preflight carries no API key; the request after it does.
         """
         headers = self.headers(request)
         if method != "OPTIONS" or not headers or not _value(request, b"access-control-request-method"):

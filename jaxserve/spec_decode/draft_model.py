@@ -54,7 +54,13 @@ class DraftState:
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class _Drafting:
-    """State of drafting: the pool, and tokens and weights so far."""
+    """Loop state while drafting.
+
+    Attributes:
+        kv_pages: the draft model's KV pool.
+        token_ids: drafted tokens; later columns are not filled in yet.
+        weights: unnormalised probabilities from which they were sampled; None for trees, whose tokens are not sampled.
+    """
 
     kv_pages: Pages
     token_ids: Int[Array, "R N"]

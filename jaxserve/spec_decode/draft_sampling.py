@@ -31,17 +31,17 @@ def draw_draft(
     weights: Float[Array, "K R V"],
     base_seed: UInt32[Array, ""],
 ) -> tuple[Int[Array, " R"], Float[Array, "K R V"]]:
-    """Sample one draft per row.
+    """Sample one draft token per row.
 
     Args:
-        logits: draft logits.
+        logits: the draft model's logits.
         rows: row sampling parameters.
-        index: draft position.
-        weights: unnormalised probabilities of the drafts at earlier positions.
+        index: number of tokens drafted before, from 0 to K - 1.
+        weights: unnormalised draft probabilities for all K positions, filled in before `index`.
         base_seed: engine seed.
 
     Returns:
-        Token ids, and `weights` with this position filled in (left stale for greedy rows).
+        Token ids, and `weights` with position `index` filled in for all rows; unchanged if all rows are greedy.
     """
 
     def draw() -> tuple[Array, Array]:

@@ -67,11 +67,11 @@ def read_tensors(directory: Path) -> dict[str, jax.Array]:
 
 
 def load_medusa(directory: Path, arch: ArchConfig, dtype: DTypeLike) -> Params:
-    """Load Medusa heads for the model `arch`, as the parameters of `medusa.Medusa`.
+    """Load Medusa heads for the model `arch`, as parameters for `medusa.Medusa`.
 
-    Layouts: the original one, `{head}.{layer}.linear.weight` and `.bias` with `{head}.{layers}.weight` for the logits,
-    and vLLM's, `blocks.{head}.layers.{layer}.weight` with `lm_heads.{head}.weight`. Heads without logits matrices share
-    the model's.
+    Two file layouts are read: the original one (`{head}.{layer}.linear.weight` and `.bias`; `{head}.{layers}.weight`
+    for the logits) and vLLM's (`blocks.{head}.layers.{layer}.weight`; `lm_heads.{head}.weight`). Heads without logits
+    matrices use the model's.
 
     Raises:
         ConfigError: there are no heads, or they do not fit the model.
@@ -178,7 +178,10 @@ def load_draft_layer(
 
 
 def _renamed(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return draft layer tensors under the names in `_RENAMED`."""
+    """Read a draft head's tensors and rename them from any known layout to ours, by the patterns in `_RENAMED`.
+
+    If the projection's inputs are in the other order (hidden state before embedding), its column halves are swapped.
+    """
     tensors: dict[str, Any] = {}
     for name, tensor in read_tensors(directory).items():
         if _IGNORED.fullmatch(name):

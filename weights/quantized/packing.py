@@ -153,7 +153,7 @@ def _bits(scheme: Scheme) -> int:
 
 
 def _covering(bounds: Bounds, size: int) -> Bounds:
-    """Return the bounds of the words that hold these elements."""
+    """Return the range of words that hold the elements in `bounds`, with `size` elements per word."""
     return bounds[0] // size, -(-bounds[1] // size)
 
 

@@ -38,7 +38,14 @@ def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: Slot
 def count_sampled(
     counts: Int[Array, "S V"], rows: SamplingRows, sampled: Int[Array, " R"], first_id: Int[Array, ""] | int = 0
 ) -> Int[Array, "S V"]:
-    """Count the sampled tokens of rows with penalties; the V columns are the tokens from `first_id` on."""
+    """Add each row's sampled token to its slot's counts, if the row has penalties.
+
+    Args:
+        counts: token counts by slot; column 0 is token `first_id`, others are the next ids.
+        rows: row sampling parameters.
+        sampled: sampled token ids; ids outside the columns are not counted.
+        first_id: first token id counted; later than 0 if the vocabulary is sharded.
+    """
     num_slots, size = counts.shape
     token = sampled - first_id
     counted = rows.is_penalised & (token >= 0) & (token < size)
@@ -49,7 +56,14 @@ def count_sampled(
 def count_tokens(
     token_ids: Int[Array, " C"], prompt_len: Int[Array, ""], first_id: Int[Array, ""] | int, size: int
 ) -> Int[Array, " V"]:
-    """Count a request's tokens, padded with -1, over `size` vocabulary entries from `first_id` on."""
+    """Count a request's prompt and output tokens, in the encoding for penalties (see the module).
+
+    Args:
+        token_ids: prompt and output tokens, padded with -1.
+        prompt_len: number of prompt tokens.
+        first_id: first token id counted; later than 0 if the vocabulary is sharded.
+        size: number of token ids counted, V.
+    """
     num_blocks = -(-token_ids.shape[0] // HISTORY_BLOCK)
     padding = num_blocks * HISTORY_BLOCK - token_ids.shape[0]
     blocks = jnp.pad(token_ids, (0, padding), constant_values=-1).reshape(num_blocks, 1, HISTORY_BLOCK)

@@ -19,7 +19,7 @@ class ScaledMatrix(Matrix):
 
     @abstractmethod
     def quantized(self) -> QuantizedStack:
-        """Return the kernels' operand, if this is a stack."""
+        """Return the operand for the matmul kernels; `self` must be a stack."""
 
     @abstractmethod
     def rows_arrays(self) -> tuple[StoredRows, ...]:
@@ -61,11 +61,11 @@ class ScaledMatrix(Matrix):
         return y if factor is None else y * factor
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
-        """Return the rows `ids`, clipped to valid ones."""
+        """Return the dequantised matrix rows `ids`, clipped to valid ones."""
         return self.dequantize(*(array.take(ids) for array in self.rows_arrays()))
 
     def block(self, start: Int[Array, ""], num_rows: int) -> Float32[Array, "rows in"]:
-        """Return consecutive rows."""
+        """Return `num_rows` dequantised matrix rows, beginning with row `start`."""
         return block(self.dequantize, self.rows_arrays(), start, num_rows)
 
 

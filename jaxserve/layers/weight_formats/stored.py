@@ -43,20 +43,20 @@ _SLAB_SIZE = 1 << 20  # elements per thread and read: in GPTQ files a row touche
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
 class StoredMatrix(ScaledMatrix):
-    """A matrix [out, in] in any scheme, or a matrix stack.
+    """A matrix [out, in] or a stack of matrices, quantised in any scheme that a checkpoint can have.
 
     Attributes:
-        elements: one byte per element, or two four-bit elements per byte, see `elements.packed`.
-        scale: scales by column group and row; float16 scales as their bits.
-        row_scale: second scale by row, in schemes with a scale for the whole tensor.
-        zero: zero points by group.
-        minimum: minima by group, subtracted from elements times scales, in schemes without zero points.
-        order: input index by column, if the checkpoint's groups are not consecutive columns. The whole matrix's columns
-            are sorted by group before they are split, so that their inputs may lie on other devices.
-        input_factor: factor by input.
-        input_scale: activation scale.
-        input_zero: activation zero point.
-        scheme: the checkpoint's scheme.
+        elements: quantised elements: one per byte, or two four-bit ones per byte, see `elements.packed`.
+        scale: a scale for each matrix row and each column group; float16 scales as their bits.
+        row_scale: second scale per row, in schemes with a scale for the whole tensor.
+        zero: zero point for each scale.
+        minimum: minimum for each scale, subtracted from elements times scales, in schemes without zero points.
+        order: input index of each stored column, if the checkpoint's groups are not consecutive columns. Columns are
+            sorted by group before they are sharded, so that a shard's inputs may lie on other devices.
+        input_factor: factor on each input.
+        input_scale: static activation scale.
+        input_zero: static activation zero point.
+        scheme: the checkpoint's quantisation scheme.
     """
 
     elements: Shaped[Array, "*stack out in_bytes"]
@@ -77,7 +77,7 @@ class StoredMatrix(ScaledMatrix):
         return (*outer, in_bytes * (2 if self.scheme.is_packed else 1))
 
     def quantized(self) -> QuantizedStack:
-        """Return the kernels' operand, if this is a stack."""
+        """Return the operand for the matmul kernels; `self` must be a stack."""
         return QuantizedStack(self.elements, self.scale, self.zero, self.scheme.elements, self.minimum)
 
     def row_factor(self) -> Float32[Array, " out"] | None:

@@ -45,9 +45,11 @@ class Tier(Protocol):
     def has(self, group: int, page_hash: bytes) -> bool:
         """Return whether a page can be loaded."""
 
-    def load(self, move: Move) -> None: ...
+    def load(self, move: Move) -> None:
+        """Note that a page's content will be copied from this tier to the device."""
 
-    def store(self, move: Move) -> None: ...
+    def store(self, move: Move) -> None:
+        """Note that a page's content will be copied from the device to this tier."""
 
     def transferred(self, move: Move, *, ok: bool) -> None:
         """Note the end of a move: a stored page can now be loaded; a page that failed to load cannot."""

@@ -232,6 +232,7 @@ class ExactSchema:
 
     @property
     def _comma(self) -> str:
+        """Expression for a comma with optional white space around it."""
         return f'{self._space} "," {self._space}'
 
     @property

@@ -47,6 +47,7 @@ def _header(report: Json) -> str:
 
 
 def _rounds(runs: Sequence[Json]) -> str:
+    """Return a line with each round's output rate; the figures after it are from the median round."""
     rates = ", ".join(f"{run['output_tok_per_s']:.0f}" for run in runs)
     return f"{len(runs)} rounds of {rates} output tok/s; below, the median one"
 

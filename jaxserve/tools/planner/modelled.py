@@ -68,6 +68,7 @@ class ModelledExecutor:
         raise AssertionError("no plan is split")
 
     def restore_state(self) -> bool:
+        """Return False: no device state was lost, so there is nothing to restore."""
         return False
 
     def close(self) -> None:

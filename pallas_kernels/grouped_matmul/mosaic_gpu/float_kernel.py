@@ -101,7 +101,7 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
         self._store(y, visit, first_output, warpgroup)
 
     def _visit(self, number: Any) -> tuple[Any, Any]:
-        """Return an item's visit and the first matrix row in its output tile."""
+        """Return the visit (row tile with one group) for item `number`, and the first matrix row in its output tile."""
         item, num_tiles = self.item(number), i32(self.launch.num_output_tiles)
         return lax.div(item, num_tiles), lax.rem(item, num_tiles) * self.launch.tiles.outputs
 

@@ -27,6 +27,8 @@ P = TypeVar("P", bound=Problem)
 class ThreadBlock(ABC, Generic[P]):
     """Thread block that works on every `num_cores`-th work item.
 
+    Methods take `number`, an item's index among this thread block's items: 0, 1, ...
+
     Args:
         launch: static parameters.
         num_items: number of work items for all thread blocks together.
@@ -40,11 +42,13 @@ class ThreadBlock(ABC, Generic[P]):
 
     @abstractmethod
     def copier(self, number: Any) -> Callable[[Any, Any], None]:
-        """Return a function that starts copying one of the item's column blocks to a ring slot."""
+        """Return `copy(block, slot)`, which starts copying one of the item's column blocks to a shared-memory ring
+        slot.
+        """
 
     @abstractmethod
     def compute_item(self, number: Any, warpgroup: Any) -> None:
-        """Multiply all column blocks and store this warpgroup's results."""
+        """Multiply all the item's column blocks and store this warpgroup's results."""
 
     def load(self) -> None:
         """Fill the ring with all items' blocks, in order."""
@@ -79,11 +83,11 @@ class ThreadBlock(ABC, Generic[P]):
             self.compute_item(number, warpgroup)
 
     def item(self, number: Any) -> Any:
-        """Return the index, among all items, of this thread block's item `number`."""
+        """Convert `number`, an index among this thread block's items, to the index among all thread blocks' items."""
         return self.index + number * self.launch.chip.num_cores
 
     def slot(self, number: Any, block: Any) -> Any:
-        """Return the ring slot for a column block."""
+        """Return the shared-memory ring slot that holds column block `block` of this thread block's item `number`."""
         return lax.rem(number * self.launch.num_blocks + block, i32(self.launch.tiles.stages))
 
 

@@ -130,14 +130,19 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         self._store(multiply(warpgroup, number), number, warpgroup)
 
     def _tile(self, number: Any) -> tuple[Any, Any, Any]:
-        """Return an item's first x row, first matrix row and split."""
+        """Return the first x row, first matrix row and column split of this thread block's item `number`."""
         tiles, num_output_tiles, item = self.launch.tiles, i32(self.launch.num_output_tiles), self.item(number)
         split, tile = lax.rem(item, i32(tiles.splits)), lax.div(item, i32(tiles.splits))
         row_tile, output_tile = lax.div(tile, num_output_tiles), lax.rem(tile, num_output_tiles)
         return row_tile * tiles.rows, output_tile * tiles.outputs, split
 
     def _multiply(self, warpgroup: Any, number: Any) -> Any:
-        """Return the sums over an item's columns, with elements scaled before the matmul or one scale per row."""
+        """Compute one work item's float32 sums, with elements scaled before the matmul unless scales are per row.
+
+        Args:
+            warpgroup: index of the computing warpgroup, which has 64 matrix rows.
+            number: index among this thread block's items.
+        """
         tiles = self.launch.tiles
 
         def multiply(acc: Any) -> Any:
@@ -157,7 +162,12 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, tiles.rows), jnp.float32))
 
     def _multiply_groups(self, warpgroup: Any, number: Any) -> Any:
-        """Return the sums over an item's columns, with each group's sum scaled."""
+        """Compute one work item's float32 sums, with scales applied to each column group's sum instead of its elements.
+
+        Args:
+            warpgroup: index of the computing warpgroup, which has 64 matrix rows.
+            number: index among this thread block's items.
+        """
         problem, tiles = self.launch.problem, self.launch.tiles
         shape, num_units = (WARPGROUP_ROWS, tiles.rows), tiles.columns // WGMMA_COLUMNS
         units = [(half, unit) for half in range(problem.per_byte) for unit in range(num_units)]

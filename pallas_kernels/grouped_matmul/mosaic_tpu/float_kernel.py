@@ -64,7 +64,10 @@ def multiply(
 
 
 def _bytes_accessed(launch: Launch[Problem]) -> int:
-    """Return the bytes accessed if as few groups as possible are empty."""
+    """Return the bytes accessed if each group's matrix is read once, for the cost estimate.
+
+    The group sizes are unknown while tracing; at most one group per row is assumed to have rows.
+    """
     problem = launch.problem
     M, N, K = problem.num_rows, problem.num_outputs, problem.num_inputs
     elements = min(problem.num_groups, M) * N * K + launch.num_output_tiles * M * K

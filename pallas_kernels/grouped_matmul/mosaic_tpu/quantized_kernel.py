@@ -116,7 +116,7 @@ def _kernel(launch: Launch[QuantizedProblem], layer: Any, x: Any, elements: Any,
 
 
 def _span_columns(launch: Launch[QuantizedProblem]) -> int:
-    """Return the stored columns per iteration in the loop over a block."""
+    """Return how many stored columns one iteration of the loop dequantises and multiplies."""
     return launch.tiles.columns if launch.problem.num_scale_groups == 1 else loop_columns(launch.problem)
 
 

@@ -98,5 +98,8 @@ def _layout(config: KernelConfig, swizzle: int) -> tuple[Any, Any]:
 
 
 def first_scale(head: Any) -> Any:
-    """Return the first scale in the group that is fetched for a head."""
+    """Return where the aligned block of SCALES scales begins that TMA fetches for a KV head.
+
+    Each head has two consecutive scales per token, for its key and its value.
+    """
     return lax.div(2 * head, i32(SCALES)) * SCALES

@@ -87,7 +87,18 @@ def _merge_rows(
     out: Any,
     out_ref: Any,
 ) -> None:
-    """Write one column group for the live rows among eight rows of one head; `group` counts the eights."""
+    """Merge the splits of eight query rows in one column group, and write the live rows to the output.
+
+    Args:
+        config: kernel configuration.
+        tiling: tile sizes.
+        item: work item whose splits are merged.
+        splits: function that loads a split's partial softmax, given its column group, first row and index.
+        num_splits: number of splits.
+        group: index of the eight rows, times the number of column groups, plus the column group.
+        out: shared memory for outgoing rows.
+        out_ref: the output.
+    """
     column, row = (
         lax.rem(group, i32(tiling.column_warpgroups)),
         lax.div(group, i32(tiling.column_warpgroups)) * MIN_TILE_TOKENS,

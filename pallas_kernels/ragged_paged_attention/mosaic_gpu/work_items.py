@@ -36,7 +36,7 @@ _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.va
 
 
 class WorkItem(NamedTuple):
-    """A tile with one KV head, and the split of its key blocks that one worker computes."""
+    """A query tile with one KV head, and the part (split) of its key blocks that one worker computes."""
 
     tile: Any
     table_row: Any  # row in the page table

@@ -17,7 +17,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Page
 
 
 class PageSpan(NamedTuple):
-    """Consecutive pages from one sequence in a work item."""
+    """Consecutive pages in one sequence, to be loaded for one work item."""
 
     row: Any
     first_page: Any  # index among the row's pages
@@ -35,9 +35,11 @@ class _Memory(NamedTuple):
 
 
 class Phase(ABC):
-    """List of entries, each with key blocks. All entries' blocks, in order, are the work items.
+    """Loop over work items: (entry, key block) pairs, entry by entry.
 
-    While one work item is computed, the pages for the next ones are in flight, and the page ids for the one after them.
+    An entry is a set of queries that are computed together, such as a query tile; the subclass defines it. While one
+    work item is computed, the pages for the next ones are being copied to VMEM, and the page ids for the one after
+    them.
     """
 
     sequences: int  # sequences per work item
@@ -50,11 +52,11 @@ class Phase(ABC):
 
     @abstractmethod
     def _num_blocks(self, entry: Any) -> Any:
-        """Return an entry's number of key blocks."""
+        """Return the number of key blocks that an entry's queries read."""
 
     @abstractmethod
     def _spans(self, entry: Any, block: Any) -> list[PageSpan]:
-        """Return each sequence's pages in one block of an entry."""
+        """Return the pages to load for one key block in an entry, one span per sequence."""
 
     @abstractmethod
     def _query_copies(self, entry: Any, slot: Any, scratch: Any) -> list[Any]:
@@ -62,11 +64,11 @@ class Phase(ABC):
 
     @abstractmethod
     def _compute(self, entry: Any, block: Any, work_item: WorkItem, scratch: Any) -> None:
-        """Attend to a work item, which is one block of an entry."""
+        """Attend from an entry's queries to one key block."""
 
     @abstractmethod
     def _finish(self, scratch: Any) -> None:
-        """Wait for outputs in flight after the last work item."""
+        """Wait until all outputs are stored, after the last work item."""
 
     @abstractmethod
     def _scratch(self) -> Any:

@@ -43,7 +43,7 @@ class _TileScratch(NamedTuple):
 
 
 class TilePhase(Phase):
-    """Phase for rows with several new tokens: an entry is one row's query tile."""
+    """Phase for rows with several new tokens: an entry is a tile of one row's query tokens."""
 
     def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs, kind: int) -> None:
         self.sequences, self.pages = 1, blocks.tile_pages
@@ -72,7 +72,7 @@ class TilePhase(Phase):
         return self._column(entry, NUM_BLOCKS)
 
     def _end(self, entry: Any) -> Any:
-        """Return the end of the keys that the tile sees."""
+        """Return the position after the last key that the tile's tokens may see."""
         return self._column(entry, POSITION) + self._column(entry, NUM_TOKENS)
 
     def _spans(self, entry: Any, block: Any) -> list[PageSpan]:
@@ -148,7 +148,13 @@ class TilePhase(Phase):
         state.values[...] = jnp.zeros(state.values.shape, jnp.float32)
 
     def _visible(self, entry: Any, first: Any, nodes: Any) -> Any:
-        """Return the mask `[tokens, keys]` of visible keys in the block that begins at position `first`."""
+        """Return the attention mask `[tokens, keys]` of a query tile over one key block: causal, window and draft tree.
+
+        Args:
+            entry: index of the tile.
+            first: position of the block's first key.
+            nodes: the tile tokens' bit masks of visible tree nodes, and their positions if there is a window.
+        """
         shape = (self.tokens, self.block_tokens)
         query = lax.broadcasted_iota(jnp.int32, shape, 0) + self._column(entry, POSITION) - self._column(entry, LEAD)
         key = lax.broadcasted_iota(jnp.int32, shape, 1) + first
