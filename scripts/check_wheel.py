@@ -41,7 +41,7 @@ def missing(wheel: Path) -> Iterator[str]:
     """Yield missing parts of a wheel: modules and data of the tree, and instruction sets of its kernels."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        library = archive.read(kernels) if (kernels := "pallas_kernels/native/_kernels.so") in names else b""
+        library = archive.read(kernels) if (kernels := "jaxserve/pallas_kernels/native/_kernels.so") in names else b""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     patterns = [f"{key.replace('.', '/')}/{each}" for key, several in data.items() for each in several]
     for package in ("jaxserve", "pallas_kernels", "weights"):

@@ -267,7 +267,7 @@ def test_a_server_has_the_keys_of_all_flags(
     flags: list[str], keys: list[str], model: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []
-    monkeypatch.setattr(Keys, "of", lambda given, _: seen.append(given))
+    monkeypatch.setattr(Keys, "read", lambda given, _: seen.append(given))
     monkeypatch.setattr("jaxserve.cli.serve.listen", lambda _: socket.socket())
     monkeypatch.setattr("jaxserve.server.serve.serve", lambda engine, *_, **__: seen.append(engine))
     monkeypatch.setitem(sys.modules, "jaxserve.assembly.engine", SimpleNamespace(Engine=lambda config: config.model))

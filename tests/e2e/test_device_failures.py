@@ -87,6 +87,7 @@ def test_a_failed_step_ends_its_requests_and_spoils_no_later_one(
     assert token_ids(engine) == expected
 
 
+@pytest.mark.parametrize("engine", [{"multi_step": 1}], indirect=True)  # so that launches can be counted
 def test_an_unawaited_failed_step_does_not_fail_the_next_request(
     engine: DrivenEngine, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
