@@ -38,6 +38,8 @@ def test_packed_matrices_take_activations_that_their_kernel_does_not_have():
 
     y, expected = (multiply(matrix, x, norm, arrays) for matrix in (packed, weight))
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5)
+    jaxpr = jax.make_jaxpr(partial(linear, activation=jnp.tanh, norm=Norm(norm, 1e-6)))(x, packed, bias=arrays["bias"])
+    assert [e.primitive.name for e in jaxpr.eqns][-2:] == ["ffi_call", "tanh"]  # the kernel adds the bias
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

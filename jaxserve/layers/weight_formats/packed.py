@@ -42,8 +42,10 @@ class NativeMatrix(Matrix):
         return packed_linear.rows(self.packed, ids)
 
     def linear(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T outputs"]:
-        """Compute the linear layer in one call, unless devices sum first or the kernel has another activation."""
-        if context.axis is not None or context.activation is not (swiglu if self.packed.gated else None):
+        """Compute the linear layer in one call, unless devices sum first; an activation it lacks follows the call."""
+        gated = self.packed.gated
+        is_whole = context.activation is (swiglu if gated else None)
+        if context.axis is not None or (gated and not is_whole):
             return super().linear(x, context)
         norm, fused = context.norm, None
         if norm is not None and norm.function is rms_norm:
@@ -51,8 +53,10 @@ class NativeMatrix(Matrix):
             fused = norm.weight, norm.eps
         elif norm is not None:
             x = norm(x)
-        y = packed_linear.multiply(self.packed, x, rms_norm=fused, bias=context.bias, residual=context.residual)
-        return y.astype(context.dtype)
+        residual = context.residual if is_whole else None
+        y = packed_linear.multiply(self.packed, x, rms_norm=fused, bias=context.bias, residual=residual)
+        y = y.astype(context.dtype)
+        return y if is_whole else context._replace(bias=None).finish(y)
 
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
