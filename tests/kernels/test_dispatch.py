@@ -62,6 +62,12 @@ def test_auto_with_no_backend_lists_every_reason():
         OP.select("auto", lambda _: "broken")
 
 
+def test_a_named_backend_is_preferred_to_the_default_one():
+    x, matrices, sizes = jnp.ones((4, 8)), jnp.ones((2, 8, 8)), jnp.full(2, 2, jnp.int32)
+    with using_matmul_backend("xla"), pytest.raises(UnsupportedBackendError, match="'mosaic_gpu' cannot run this call"):
+        grouped_matmul(x, matrices, sizes, backend="mosaic_gpu")
+
+
 @pytest.mark.parametrize("name", ["H100", "H200", "TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU7X"])
 def test_a_chip_is_compiled_for_as_what_it_is(name):
     chip = getattr(deviceless, name)
