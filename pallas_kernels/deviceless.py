@@ -89,7 +89,7 @@ class Chip:
         return None
 
     def requirements(self) -> list[str]:
-        """Return pip requirements for the compiler plugins for this chip; install them without their dependencies."""
+        """Return pip requirements for the packages that compile for this chip; omit their dependencies."""
         if self.platform == "tpu":
             needs = (need.split(";")[0].strip() for need in metadata.requires("jax") or ())
             return [next((need for need in needs if need.startswith("libtpu")), "libtpu")]

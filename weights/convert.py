@@ -93,6 +93,7 @@ def derive(
 
 
 def _check_directories(source: FilePath, target: FilePath) -> None:
+    """Raise a CheckpointError if `target` is taken, or lies inside `source`."""
     require_free(target)
     if source.absolute().resolve() in target.absolute().resolve().parents:
         raise CheckpointError(f"{target} must not be inside {source}; choose another directory")

@@ -122,15 +122,15 @@ def assemble(
     *,
     schemes: Schemes | None = None,
 ) -> Params:
-    """Build the same tree as `load` from tensors in memory; each passes through host memory.
+    """Build the tree that `load` returns from tensors in memory instead of files; each passes through host memory.
 
     Args:
-        tree: arrays by their checkpoint names, or the tree that `load` returns without a transform.
+        tree: tensors by their checkpoint names, or a tree such as `load` returns without `transform`.
         specs: see `load`.
         dtype: see `load`.
         shardings: see `load`.
         transform: see `load`.
-        schemes: see `load`; `tree` then has the tensors of a quantised checkpoint by name.
+        schemes: see `load`; `tree` then has a quantised checkpoint's tensors by name.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, of another shape or dtype (all named).

@@ -26,8 +26,9 @@ _ROUTER_NAME = re.compile(r"\.(?:router|gate)\.")
 def check_sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: object) -> None:
     """Raise a CheckpointError if config.json has sizes too large for the stored tensors.
 
-    Layers and experts must not exceed the stored ones; each dimension may be up to 16 times the largest in the files,
-    because words may be packed. Products of dimensions are not limited. Exact shapes are checked later.
+    The number of layers is limited by the layer indices in tensor names, the number of experts by the routers' largest
+    dimension, and each other dimension by 16 times the largest in any tensor, because a word may hold 16 elements.
+    Products of dimensions are not limited. Exact shapes are checked later, against the model.
 
     Args:
         config: content of config.json.

@@ -39,7 +39,7 @@ class OutputReader:
         self._open = [_Position(completion) for completion in output.outputs]
 
     def read(self) -> list[Increment]:
-        """Return increments for the completions with new tokens or text, or a new end, since the last call."""
+        """Return one increment for each completion that has new tokens or has ended since the last call."""
         increments = []
         has_ended = False
         for place in self._open:

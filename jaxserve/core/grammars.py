@@ -21,7 +21,8 @@ class Grammars:
     Args:
         tokenizer: returns the tokenizer, or None if there is none; called for the first constraint.
         vocab_size: vocabulary size of the model.
-        is_lock_step: True if other processes run the same steps.
+        eos_ids: tokens that end an output.
+        is_lock_step: True if other processes run the same steps; constraints are then rejected.
     """
 
     def __init__(

@@ -71,7 +71,11 @@ class _SampledAtOnce(NamedTuple):
         logits: Float[Array, "N1 R V"],
         model: Model,
     ) -> _SampledAtOnce:
-        """Sample at all nodes; follow each row's path from node 0 while a child matches its parent's sample."""
+        """Sample a token at every node of each row's drafts, and keep those on one path.
+
+        The path begins at node 0 and continues to a child whenever the child's draft token equals the token sampled at
+        its parent; it stops if that token ends the sequence.
+        """
         R, N = drafts.token_ids.shape
         draw = model.split.sample if model.split else sample
 

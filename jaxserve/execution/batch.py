@@ -191,10 +191,10 @@ class BatchLayout:
 
     @classmethod
     def from_config(cls, config: ScheduleConfig, bucket: int, *, is_speculative: bool = False) -> BatchLayout:
-        """Return the layout for a token bucket.
+        """Return the layout for a step with up to `bucket` tokens.
 
-        Each row may begin a page, and the tokens may fill further ones. There are at least two entries, because XLA
-        copies the page table to set a single entry, but not for a larger scatter.
+        New pages suffice for a page begun by each row and pages filled by all tokens. There are at least two, because
+        XLA copies the page table to set a single entry, but not for a larger scatter.
         """
         num_rows = config.num_rows(bucket)
         num_columns = num_rows + bucket // config.page_size

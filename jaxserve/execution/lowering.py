@@ -237,7 +237,7 @@ class Lowering:
         return jax.jit(program, donate_argnums=donated, compiler_options=known).lower(*args)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        """Return the shape of a host array, replicated on every device."""
+        """Return the abstract array for a host input, replicated on every device in the mesh."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
 
 

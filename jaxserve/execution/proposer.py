@@ -20,14 +20,16 @@ BothParams = tuple[Params, Params]  # parameters for model and proposer
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class Drafts:
-    """Up to N tokens proposed for each of R rows. Node 0 is a row's last known token, node n its n-th proposal.
+    """Up to N draft tokens for each of R rows, as a chain or a tree.
+
+    Node 0 is the row's last known token; node n, from 1 on, is the draft token in column n - 1.
 
     Attributes:
-        token_ids: proposed ids; parents before their children.
-        count: proposed tokens per row.
-        weights: unnormalised probabilities from which each chain token was drawn; None if the proposer does not sample.
-        ancestors: bit mask per proposed token in a tree: bit n is set if node n is on the path to it, bit 0 always.
-            None for chains.
+        token_ids: draft tokens; in a tree, parents before their children.
+        count: number of draft tokens per row.
+        weights: unnormalised probabilities from which each token in a chain was sampled; None if none was sampled.
+        ancestors: bit mask per draft token in a tree: bit n is set if node n precedes it on its path, so bit 0 always
+            is. None for chains.
     """
 
     token_ids: Int[Array, "R N"]

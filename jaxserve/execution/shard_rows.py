@@ -17,14 +17,14 @@ from jaxserve.execution.state import CLIPPED
 
 
 class ShardRows(NamedTuple):
-    """Split rows and tokens among D shards.
+    """Assignment of rows and tokens to D data-parallel attention shards.
 
     Attributes:
-        shard: shard per row.
-        axis_index: index per token on the concatenated token axes of all shards.
-        live: True for tokens, False for padding.
+        shard: shard of each row.
+        axis_index: index of each token when the shards' padded token axes are concatenated.
+        live: mask over those concatenated axes: True for tokens, False for padding.
         max_rows: maximum rows per shard.
-        num_shards: shards.
+        num_shards: number of shards, D.
     """
 
     shard: Int[Array, " R"]
@@ -35,7 +35,7 @@ class ShardRows(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: Rows, tokens: Tokens, num_slots: int, num_shards: int) -> ShardRows:
-        """Divide the rows by their slots."""
+        """Assign each row to the shard that has its slot."""
         shard_len, slots_per_shard = tokens.row.shape[0] // num_shards, num_slots // num_shards
         shard = rows.slot // slots_per_shard
         lens = jnp.where(shard[None, :] == jnp.arange(num_shards)[:, None], rows.q_lens[None, :], 0)
@@ -46,7 +46,7 @@ class ShardRows(NamedTuple):
         return cls(shard, position, live.reshape(-1), min(shard_len, slots_per_shard), num_shards)
 
     def select(self, rows: Rows, tokens: Tokens, index: Int[Array, ""]) -> tuple[Rows, Tokens, Int[Array, ""]]:
-        """Return a shard's computing rows in order, their tokens, and their number."""
+        """Return the rows with tokens in shard `index`, in order; their tokens; and the number of these rows."""
         is_own = (self.shard == index) & (rows.q_lens > 0)
         order = jnp.argsort(~is_own, stable=True)[: self.max_rows]
         q_lens = jnp.where(is_own, rows.q_lens, 0)[order]

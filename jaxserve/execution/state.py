@@ -57,11 +57,12 @@ class Sequences:
 
     Attributes:
         length: number of tokens computed so far.
-        admitted: values set by an admission, in one array because each array costs a microsecond per dispatch: final
-            `length`, then position minus `length` and cached length minus `length`.
-        stopped: True after its end.
+        admitted: three values per slot, set by its admission: the `length` at which the sequence ends, position minus
+            `length`, and number of cached tokens minus `length` (see `Lengths`). One array, because each array costs a
+            microsecond per dispatch.
+        stopped: True after the sequence has ended.
         page_table: up to M pages in each of G KV groups; row `slot * G + g` belongs to group g.
-        records: words of SAMPLING_RECORD.
+        records: packed sampling parameters, with the fields of SAMPLING_RECORD.
     """
 
     length: Int[Array, " S"]

@@ -91,7 +91,17 @@ def mlp(
     norm: Norm | None,
     residual: Residual,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply the MLP, gated or not."""
+    """Apply an MLP: up projection (fused with the gate's if the MLP is gated), activation, down projection.
+
+    Args:
+        p: the layer's MLP parameters.
+        x: inputs.
+        tokens: the step's tokens, returned unchanged.
+        layer: the layer's static parameters.
+        arch: sizes on this device.
+        norm: norm applied to x first; None for no norm.
+        residual: residual stream, added to the outputs.
+    """
     up, activation = "gate_up" if "gate_up_proj" in p else "up", activation_function(layer.mlp.activation)
     inner = linear(x, p[f"{up}_proj"], tokens, norm=norm, bias=p.get(f"{up}_bias"), activation=activation)
     bias = p.get("down_bias")

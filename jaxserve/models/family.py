@@ -74,12 +74,12 @@ def widest_output(specs: list[ParamSpec]) -> int:
 
 @dataclass(frozen=True)
 class FlopCounts:
-    """Floating-point operations in a step; a multiply-add counts as two.
+    """FLOPs that a step takes; a multiply-add counts as two.
 
     Attributes:
         per_token: FLOPs per token in the layers' matmuls and recurrent states.
-        per_row: FLOPs per row for its logits, or its labels.
-        per_score: FLOPs per query-key pair for all heads in one layer; the mean if layers differ.
+        per_row: FLOPs for a row's logits, or its labels in a classifier.
+        per_score: FLOPs for one query token with one key token in one layer, over all heads; the mean if layers differ.
     """
 
     per_token: int

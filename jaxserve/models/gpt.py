@@ -48,6 +48,7 @@ _NEO_DEFAULTS = {
 
 
 def _is_kinds(value: object) -> bool:
+    """Return whether a value is a list of "global" and "local", GPT-Neo's attention types."""
     return isinstance(value, list) and all(kind in (_GLOBAL, _LOCAL) for kind in value)
 
 

@@ -14,7 +14,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def full_every(period: int) -> Callable[[int], str]:
-    """Return a function from layer index to type: full attention for each period's last layer, else a window."""
+    """Return a function from layer index to type: full attention in every `period`-th layer, otherwise a window."""
     return lambda layer: SLIDING if (layer + 1) % period else FULL
 
 

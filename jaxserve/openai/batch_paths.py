@@ -25,7 +25,9 @@ def open_input(path: Path) -> IO[bytes]:
 
 
 def check_output(path: Path, in_path: Path) -> None:
-    """Raise ConfigError unless the output can be created, or resumed if it exists; it is not created here."""
+    """Raise ConfigError unless the batch's output file can be created, or already exists as a regular file to be
+    resumed.
+    """
     must, other = f"the batch output must be a regular file that can be written, got {path}", "choose another output"
     try:
         mode = path.stat().st_mode

@@ -188,7 +188,9 @@ class JsonScanner:
         return text
 
     def _end_delimiter(self, delimiter: str) -> Steps:
-        """Take a delimiter after a call if it comes next, or its beginning if the text is cut off."""
+        """Consume the delimiter that closes a tool call if it comes next; if the text is cut off inside it, consume
+        that part.
+        """
         if not (yield from self._literal(delimiter)):
             self._take_begun(delimiter)
 

@@ -371,7 +371,7 @@ def _token_text(token_id: int, entry: Logprob | None, tokenizer: Tokenizer | Non
 
 
 def _prompt_fields(request: ParsedRequest, output: RequestOutput) -> Json:
-    """Return the prompt fields of a whole chat or of its first chunk."""
+    """Return vLLM's fields about the prompt, for a whole chat reply or a choice's first chunk."""
     token_ids = output.prompt_token_ids if request.return_token_ids else None
     return {"prompt_token_ids": token_ids, "prompt_text": request.prompt_text}
 

@@ -365,7 +365,8 @@ class Scanner(JsonScanner):
         return (yield from self._passage(body_delimiters, Reasoning if is_reasoning else Content))
 
     def _headed_call(self, name: str) -> Steps:
-        """Parse a message body as the arguments of a call to the function `name`; other text remains content.
+        """Parse a message body as the arguments of a call to the function `name`; if it has no arguments, it remains
+        content.
 
         Returns False if the text is cut off inside the arguments, so that nothing follows.
         """

@@ -23,15 +23,16 @@ class Timing(NamedTuple):
 
 
 class StepChoice(NamedTuple):
-    """Limits of the next plan. The sampled tokens do not depend on them.
+    """Limits for the next plan. The sampled tokens do not depend on them.
 
     Attributes:
-        max_steps: maximum steps, or rounds with drafts.
+        max_steps: maximum decode steps in one dispatch; with drafts, maximum rounds.
         num_drafts: number of tokens to draft by slot, if all rows are decoding; empty for a plan without drafts. If the
             drafts do not fit, the plan has one step.
-        timing: times that decide how many prompt tokens fit before the next deadline; None without targets, or before
-            steps were measured.
-        may_split: True if a one-step plan without drafts may be split into two programs for rows that wait for tokens.
+        timing: times that decide how many prompt tokens fit before the next deadline; None without latency targets, or
+            before any step was measured.
+        may_split: True if a one-step plan without drafts may be split into two programs, so that rows waiting for the
+            host (for a grammar's mask) do not delay the others.
     """
 
     max_steps: int = 1

@@ -185,8 +185,12 @@ class Ledger:
         return max(groups.num_pages(request.num_tokens) - num_held, num_to_grow)
 
     def num_pages_short(self, num_steps: int, rows: Iterable[Request] | None = None) -> int:
-        """Return how many new pages some or all running rows need for their next `num_steps` tokens, or up to their
-        limits.
+        """Return how many new pages the rows need for their next `num_steps` tokens, or fewer if they reach their
+        limits first.
+
+        Args:
+            num_steps: tokens per row.
+            rows: running requests; None for all.
         """
         groups, num_short = self.groups, 0
         for request in self.running.values() if rows is None else rows:

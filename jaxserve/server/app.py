@@ -234,7 +234,10 @@ class App:
                 return
 
     async def _cut_off_stalled(self) -> None:
-        """End replies that their clients do not take. One look at all costs less than a timer for each part."""
+        """Check about once a second for clients that have stopped reading, and cut off replies after `send_timeout_s`.
+
+        One check of all calls costs less than a timer for each part of each reply.
+        """
         while True:
             await asyncio.sleep(min(1.0, self.service.config.send_timeout_s / 4))
             self.diary.tell_refusals()

@@ -28,11 +28,11 @@ class Health:
         self._task: asyncio.Task[None] | None = None
 
     def watch(self) -> None:
-        """Begin to look at the engine now and then."""
+        """Start a task that checks every LOOK_S seconds whether the engine has made a step."""
         self._task = asyncio.get_running_loop().create_task(self._look())
 
     def close(self) -> None:
-        """Stop looking."""
+        """Cancel the task that `watch` started."""
         if self._task is not None:
             self._task.cancel()
 

@@ -118,17 +118,20 @@ def grouped_matmul(
     xla_matmul: Callable[[], Float[Array, "M out"]] | None = None,
     backend: str = AUTO,
 ) -> Float[Array, "M out"]:
-    """Multiply each row of x with the transposed matrix of its group.
+    """Compute `y[m] = matrix[g] @ x[m]` for each row m, with the matrix of the row's group g.
 
     Args:
         x: rows, sorted by group.
-        matrices: each group's matrix, in a format that the package describes.
-        group_sizes: rows in each group, at most M together; None for quantised matrices, whose only group has all rows.
-        layer: layer index in a stack of all layers; None if `matrices` belong to one layer.
+        matrices: each group's matrix `[out, in]`, in a format that the package describes.
+        group_sizes: rows in each group, at most M together; later rows get zeros. None for quantised matrices, whose
+            only group has all rows.
+        layer: layer index if `matrices` is a stack of all layers; None if it has one layer.
         dtype: result dtype.
-        num_shards: number of expert-parallel shards whose rows x holds; see `Problem`.
-        row_factor: factor for each row of a quantised matrix, applied to a kernel's result; `xla_matmul` includes it.
-        xla_matmul: function that multiplies a quantised matrix by XLA: only its weight format knows all its layouts.
+        num_shards: number of expert-parallel shards from which x gathers rows; see `Problem`.
+        row_factor: factor for each matrix row (output) of a quantised matrix, applied to a kernel's result;
+            `xla_matmul` must include it.
+        xla_matmul: fallback that computes a quantised matmul if no kernel can; only the weight format knows its
+            layouts.
         backend: "auto" or a backend name in `GROUPED_MATMUL` or `QUANTIZED_MATMUL`.
 
     Raises:

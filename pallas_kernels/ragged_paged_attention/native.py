@@ -52,10 +52,10 @@ class Native(Backend):
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Apply RoPE, write and attend in one call that updates the pool in place; donate the pool.
+        """Apply RoPE, write keys and values to the pool and attend, in one FFI call that updates the pool in place.
 
-        The call takes q, k and v as one buffer: if they are slices from one array, XLA joins them at no cost, whereas
-        it would copy each to pass them one by one.
+        The caller must donate the pool. q, k and v are concatenated: if they are slices of one array, XLA joins them at
+        no cost, but it would copy each one if they were separate operands.
         """
         q, rows, sinks, rope = inputs.q, inputs.rows, inputs.sinks, inputs.rope
         heads = [q, inputs.k] if inputs.v is None else [q, inputs.k, inputs.v]

@@ -27,10 +27,14 @@ def pack_mask(token_ids: Sequence[int] | None, vocab_size: int) -> NDArray[np.ui
 
 
 def unpack_mask(words: UInt32[Array, "R W"], size: int) -> Bool[Array, "R V"]:
-    """Return, for the first `size` tokens, whether each is allowed.
+    """Unpack the bits of each row's mask: True for allowed tokens.
 
-    A group of LANES tokens has LANES / WORD_BITS words, of which each lane selects its own: with a word's bits as the
-    last axis, arrays would fill a quarter of a TPU's lanes and take four times the memory.
+    LANES tokens at a time are unpacked from their LANES / WORD_BITS words by selecting a word in each lane. An array
+    with a word's 32 bits as last axis would fill a quarter of a TPU's lanes and take four times the memory.
+
+    Args:
+        words: mask words, as from `pack_mask`.
+        size: number of tokens, V; further bits are padding.
     """
     per_group = LANES // WORD_BITS
     groups = words.reshape(words.shape[0], -1, per_group)

@@ -36,15 +36,18 @@ class Scales(NamedTuple):
 def quantize(
     x: Float[Array, "T in"], activation: Activation, stored: Scales, axis: MeshAxes | None
 ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
-    """Return quantised values in x's dtype, and a factor for their matmul's outputs, None if the values include it.
-
-    Zero points are subtracted from integers, which then have up to 9 bits.
+    """Quantise a matmul's inputs, as the checkpoint's activation scheme specifies.
 
     Args:
         x: activations; with an axis, this device's columns.
         activation: activation scheme.
-        stored: the checkpoint's scales.
-        axis: mesh axes that split x's columns.
+        stored: static scales in the checkpoint.
+        axis: mesh axes over which x's columns are sharded; None if they are not.
+
+    Returns:
+        The quantised values in x's dtype, and a scale per token for the matmul's outputs. With group scales the values
+        are already multiplied by them, and the second result is None. Zero points are already subtracted, so that
+        values have up to 9 bits.
     """
     wide, elements = x.astype(jnp.float32), activation.elements
     if activation.group is not None:

@@ -29,7 +29,10 @@ class Int4Blocks(WeightFormat):
         return jnp.int4
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
-        """Return q and scale, in the whole matrix's blocks unless the shard would cut one in two."""
+        """Return the shapes of `q` and `scale`, with two elements per byte if the block size is even.
+
+        Blocks are as long as in the whole matrix, but shorter in a shard that would cut a block in two.
+        """
         num_rows, in_size = shape
         blocks = num_blocks(row, in_size)
         is_paired = in_size // blocks % 2 == 0

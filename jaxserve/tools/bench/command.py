@@ -130,7 +130,8 @@ def run_remote_job(server: Server, vocab_size: int, job: BenchJob) -> Json:
 
 
 def read_server(args: argparse.Namespace, engine_options: Json) -> tuple[Server, int] | None:
-    """Return the server that the flags name and the limit of token ids; None for an engine in this process.
+    """Return the server from `--url` and the upper limit of prompt token ids; None to benchmark an engine in this
+    process.
 
     Raises:
         ConfigError: flags contradict each other, or the server does not answer.

@@ -81,6 +81,7 @@ def _remedy(remedy: Remedy) -> Json:
 
 
 def _temp_bytes(plan: Plan, program: StepProgram) -> int:
+    """Return a program's temporary memory per chip; a chip may have several devices."""
     return program.temp_bytes * plan.target.devices_per_chip
 
 
