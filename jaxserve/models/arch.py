@@ -33,9 +33,10 @@ class PerLayerEmbeddings(NamedTuple):
 
 @dataclass(frozen=True)
 class ArchConfig:
-    """A decoder's layers, sizes and switches.
+    """A decoder's layers, sizes and switches, parsed from config.json.
 
-    `divided` sets the number of devices, which determines the KV groups; `local` returns the sizes on one device.
+    Sizes are the whole model's. `divided` sets how many devices will share it, which determines the KV groups; `local`
+    returns a config with one device's sizes.
     """
 
     architecture: str  # Hugging Face class name

@@ -56,6 +56,7 @@ class ReasoningTokens:
 
     @property
     def _delimiters(self) -> re.Pattern[str]:
+        """Pattern for the next delimiter: one that ends the current part, or begins the next."""
         is_inside = self._in_thought if self._format.messages is None else not self._in_header
         return (self._ends if is_inside else self._begins).pattern
 

@@ -111,6 +111,7 @@ class ExactSchema:
             self.rules.append(f"{self._space}: /({pattern})?/")
 
     def _any(self, schema: Any) -> str:
+        """Return a grammar expression for any schema; only schemas with inexact numbers get rules from this class."""
         if not self._is_inexact(schema):
             return self._unchanged(schema)
         kinds = [key for key in ("$ref", "anyOf", "allOf", "const", "enum") if key in schema]
@@ -163,6 +164,7 @@ class ExactSchema:
         return self._defined[text]
 
     def _rule(self, expression: str, *, terminal: bool = False) -> str:
+        """Add a rule and return its name, in capitals for a terminal (a regular expression for the lexer)."""
         self._num_rules += 1
         self._num_chars += len(expression)
         if self._num_chars > _MAX_CHARS:
@@ -173,10 +175,12 @@ class ExactSchema:
         return name
 
     def _check(self, schema: Json, known: set[str]) -> None:
+        """Raise RequestError if a schema has keywords besides `known` that affect its values."""
         if unknown := sorted(schema.keys() - known - _NOTES):
             raise _refusal(f"none of {unknown} beside {sorted(known & schema.keys())}")
 
     def _resolved(self, reference: str) -> Any:
+        """Return the part of the schema to which a `$ref` points."""
         found: Any = self._root
         if not reference.startswith("#"):
             raise _refusal(f"references within themselves, got {brief(reference)}")
@@ -189,6 +193,7 @@ class ExactSchema:
         return found
 
     def _reference(self, schema: Json) -> str:
+        """Return the name of the rule for a `$ref`; recursive schemas use the same rule."""
         reference = schema["$ref"]
         if reference not in self._defined:
             self._num_rules += 1
@@ -197,17 +202,20 @@ class ExactSchema:
         return self._defined[reference]
 
     def _choice(self, schema: Json) -> str:
+        """Return a rule for `anyOf`."""
         options = [self._any(each) for each in schema["anyOf"] if each is not False]
         if not options:
             raise RequestError(f"{_UNSATISFIED}, got {brief(schema)}")
         return self._rule(" | ".join(options))
 
     def _same(self, schema: Json) -> str:
+        """Return the expression for an `allOf` with one schema; reject others."""
         if len(schema["allOf"]) != 1:
             raise _refusal(f"one schema in allOf, got {len(schema['allOf'])}")
         return self._any(schema["allOf"][0])
 
     def _literals(self, schema: Json) -> str:
+        """Return a rule for `const` or `enum`, with only the values that have the schema's type."""
         values = [schema["const"]] if "const" in schema else schema["enum"]
         types = schema.get("type", [])
         types = [types] if isinstance(types, str) else types
@@ -217,6 +225,7 @@ class ExactSchema:
         return self._rule(" | ".join(map(self._literal, values)))
 
     def _literal(self, value: Any) -> str:
+        """Return an expression for exactly this JSON value, with optional white space."""
         if isinstance(value, dict):
             members = [f"{_quoted(json.dumps(key))} {self._colon} {self._literal(each)}" for key, each in value.items()]
             return self._bracketed("{", members, "}")
@@ -228,6 +237,7 @@ class ExactSchema:
         return _quoted(json.dumps(value, ensure_ascii=False))
 
     def _bracketed(self, opening: str, parts: list[str], closing: str) -> str:
+        """Return an expression for an object or array whose members have the expressions `parts`."""
         return f'"{opening}" {self._space} {f" {self._comma} ".join(parts)} {self._space} "{closing}"'
 
     @property
@@ -237,9 +247,11 @@ class ExactSchema:
 
     @property
     def _colon(self) -> str:
+        """Expression for a colon with optional white space around it."""
         return f'{self._space} ":" {self._space}'
 
     def _number(self, schema: Json, *, is_integer: bool) -> str:
+        """Return a terminal for numbers within all of a schema's bounds; `multipleOf` is rejected."""
         if "multipleOf" in schema:
             value = schema["multipleOf"]
             raise _refusal(f"multipleOf and the bounds beside it within {MAX_EXACT} and 15 digits, got {brief(value)}")
@@ -255,6 +267,7 @@ class ExactSchema:
         return self._rule(" & ".join(f"/{each}/" for each in expressions), terminal=True)
 
     def _array(self, schema: Json) -> str:
+        """Return an expression for an array of `items`, with `minItems` to `maxItems` elements."""
         self._check(schema, {"type", "items", "minItems", "maxItems"})
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
