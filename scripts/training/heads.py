@@ -157,7 +157,8 @@ class Eagle3Layer:
 
     @cached_property
     def head(self) -> LayerHead:
-        return LayerHead("eagle3", llama.arch(self.config()), self.feature_layers, norms_output=False)
+        arch = llama.arch({**self.config(), "architectures": ["LlamaForCausalLM"]})  # its layer is Llama's
+        return LayerHead("eagle3", arch, self.feature_layers, norms_output=False)
 
     @cached_property
     def specs(self) -> Sequence[ParamSpec]:
