@@ -66,9 +66,8 @@ class ArchConfig:
             raise ConfigError("a model must have a layer with attention, got none; page tables belong to such layers")
         for attention in dict.fromkeys(self.attention_layers):
             if attention.num_heads % attention.num_kv_heads:
-                field = "num_key_value_heads"
-                if attention.kv != self.attention_layers[0].kv:
-                    field = "num_global_key_value_heads"
+                has_global_heads = attention.window is None and len({each.kv for each in self.attention_layers}) > 1
+                field = "num_global_key_value_heads" if has_global_heads else "num_key_value_heads"
                 raise ConfigError(
                     f"num_attention_heads must be a multiple of {field}, "
                     f"got {attention.num_heads} and {attention.num_kv_heads}"
