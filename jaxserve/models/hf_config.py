@@ -3,6 +3,7 @@
 A family merges its defaults into the config before it reads fields.
 """
 
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +26,7 @@ SIZE = schema.integer(1)
 COUNT = schema.integer(0)
 NUMBER = schema.number()
 POSITIVE = schema.number(0, excludes_low=True)
-SWITCH = schema.SWITCH
+SWITCH = dataclasses.replace(schema.SWITCH, words="true or false")  # as JSON spells them
 STRINGS = FieldType(
     "a list of strings", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value)
 )

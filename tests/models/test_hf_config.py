@@ -1,5 +1,6 @@
 """Reading config.json: what is odd but valid reads as in transformers, everything else is refused by name."""
 
+import dataclasses
 from operator import attrgetter
 from typing import Any
 
@@ -364,3 +365,19 @@ def test_max_position_counts_the_stretch(rope, expected):
 def test_original_length_beside_the_rope_parameters_wins():
     config = {**hf_dict("llama"), "rope_parameters": YARN, "original_max_position_embeddings": 64}
     assert registry.from_hf_config(config).max_position == 4 * 64
+
+
+@pytest.mark.parametrize(
+    ("window", "field"), [(None, "num_global_key_value_heads"), (4, "num_key_value_heads")], ids=["global", "sliding"]
+)
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_kv_heads_that_do_not_divide_the_query_heads_are_named(window, field, is_reversed):
+    arch = registry.from_hf_config(hf_dict("gemma4"))
+    layers = [
+        layer.attending(kv=dataclasses.replace(layer.attention.kv, num_kv_heads=3))
+        if (layer.attention.window is None) == (window is None)
+        else layer
+        for layer in arch.layers
+    ]
+    with pytest.raises(ConfigError, match=f"multiple of {field}, got 4 and 3"):
+        dataclasses.replace(arch, layers=tuple(reversed(layers) if is_reversed else layers))
