@@ -83,6 +83,11 @@ def test_a_frozen_dataclass_is_checked_and_converted_in_place(tmp_path: Any) -> 
             Options(**{name: value})
 
 
+def test_an_array_is_none_of_the_choices() -> None:
+    assert not any(one_of(("a", 1)).holds(value) for value in (np.array(["a", "b"]), np.array([1]), ["a"], {}))
+    assert one_of(("a", 1)).holds(np.int64(1))
+
+
 def test_a_message_ends_with_advice() -> None:
     kind = FieldType("5", lambda value: value == 5, advice="; leave it out")
     assert kind.problem("x", 4) == "x must be 5, got 4; leave it out"

@@ -13,7 +13,7 @@ from jaxserve.api.chat_options import ChatOptions, read_template
 from jaxserve.api.option_values import read_object, read_targets, read_tenant_weights
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
-from jaxserve.api.schema import PATH, SWITCH, FieldType, Schema, integer, number, one_of, unknown_names
+from jaxserve.api.schema import PATH, SWITCH, FieldType, Schema, integer, number, one_of, unknown_names_message
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.errors import ConfigError
 from jaxserve.system.environment import user_cache_dir
@@ -208,7 +208,7 @@ class EngineConfig:
         """Raise ConfigError for unknown names, as for invalid values."""
         names = {f.name for f in dataclasses.fields(cls)}
         if unknown := kwargs.keys() - names:
-            raise ConfigError(unknown_names("engine options", unknown, names))
+            raise ConfigError(unknown_names_message("engine options", unknown, names))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

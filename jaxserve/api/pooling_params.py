@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, no_type_check
 
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.api.schema import SWITCH, TEXT, Schema, integer, one_of, unknown_names
+from jaxserve.api.schema import SWITCH, TEXT, Schema, integer, one_of, unknown_names_message
 from jaxserve.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ _FIELDS = {"pooling_type": "kind"}  # fields that Pooler names differently
 def read_pooler_config(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return the given options; ConfigError except for vLLM's `pooling_type` and switches."""
     if unknown := set(map(str, value)) - _OPTIONS.keys():
-        raise ConfigError(unknown_names("options of pooler_config", unknown, _OPTIONS))
+        raise ConfigError(unknown_names_message("options of pooler_config", unknown, _OPTIONS))
     given = {
         name: _OPTIONS[name].read(f"{name} of pooler_config", each, ConfigError)
         for name, each in value.items()

@@ -7,7 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, no_type_check
 
-from jaxserve.api.schema import FILLED_TEXT, SWITCH, FieldType, Schema, integer, list_of, number, one_of, unknown_names
+from jaxserve.api.schema import (
+    FILLED_TEXT,
+    SWITCH,
+    FieldType,
+    Schema,
+    integer,
+    list_of,
+    number,
+    one_of,
+    unknown_names_message,
+)
 from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.api.vllm_options import SAMPLING_ARGUMENTS, check_arguments
 from jaxserve.errors import RequestError, brief
@@ -133,7 +143,7 @@ class SamplingParams:
         defaults = vars(cls)
         others = {n: kwargs[n] for n in kwargs.keys() - _NAMES if n not in defaults or kwargs[n] is not defaults[n]}
         if unknown := others.keys() - defaults.keys():
-            raise RequestError(unknown_names("sampling parameters", unknown, _NAMES))
+            raise RequestError(unknown_names_message("sampling parameters", unknown, _NAMES))
         if "best_of" in others and others["best_of"] == kwargs.get("n", 1):
             del others["best_of"]
         if others:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
@@ -85,6 +85,8 @@ def is_sequence(value: object) -> bool:
 
 def is_one_of(value: object, choices: Iterable[Any]) -> bool:
     """Return whether a value is among choices; True is not 1 here, but 0.0 is 0."""
+    if not isinstance(value, Hashable):  # arrays, whose comparison is no truth value, among them
+        return False
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in choices)
 
 
@@ -160,7 +162,7 @@ OBJECT = FieldType("an object", lambda value: isinstance(value, Mapping))
 PATH = FieldType("a path", lambda value: isinstance(value, str | os.PathLike), os.fspath)
 
 
-def unknown_names(what: str, unknown: Iterable[str], known: Collection[str]) -> str:
+def unknown_names_message(what: str, unknown: Iterable[str], known: Collection[str]) -> str:
     """Return the error message for unknown names, with similar known ones."""
     names = sorted(unknown)
     return f"unsupported {what} {names}{did_you_mean(names, known)}; supported are {sorted(known)}"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, no_type_check
 
-from jaxserve.api.schema import FILLED_TEXT, SWITCH, Schema, list_of, unknown_names
+from jaxserve.api.schema import FILLED_TEXT, SWITCH, Schema, list_of, unknown_names_message
 from jaxserve.errors import RequestError, brief
 
 MAX_GRAMMAR_CHARS = 2**18
@@ -115,7 +115,7 @@ class StructuredOutputsParams:
         if not isinstance(value, dict):
             raise RequestError(f"structured_outputs must be StructuredOutputsParams or a dict, got {brief(value)}")
         if unknown := set(map(str, value)) - set(names):
-            raise RequestError(unknown_names("fields of structured_outputs", unknown, names))
+            raise RequestError(unknown_names_message("fields of structured_outputs", unknown, names))
         return cls(**value)
 
 
