@@ -31,8 +31,6 @@ taller tiles for the other rows, limited by matmuls.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
@@ -91,9 +89,18 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
 
     def launch(self, problem: Problem) -> KernelConfig:
         """Return the kernel's static parameters for a step with many tokens."""
-        return self._launch(problem, problem.kv_dtype, num_tokens=MANY_TOKENS, options=AttentionOptions(1.0))
+        return self._launch(problem, problem.kv_dtype, AttentionOptions(1.0), num_tokens=MANY_TOKENS)
 
-    def _launch(self, problem: Problem, dtype: jnp.dtype, *, num_tokens: int, **facts: Any) -> KernelConfig:
+    def _launch(
+        self,
+        problem: Problem,
+        dtype: jnp.dtype,
+        options: AttentionOptions,
+        *,
+        num_tokens: int,
+        has_sinks: bool = False,
+        has_tree: bool = False,
+    ) -> KernelConfig:
         """Return the kernel's static parameters; `dtype` is the dtype of matmul operands."""
         kind, Q = problem.kind, problem.num_query_heads
         is_latent = isinstance(kind, Latents)
@@ -112,7 +119,9 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
             interpret=self.settings.interpreter,
             values_in_keys=is_latent,
             token_heads=token_heads,
-            **{"has_sinks": False, "has_tree": False, **facts},
+            options=options,
+            has_sinks=has_sinks,
+            has_tree=has_tree,
         )
 
     def write_and_attend(
@@ -126,9 +135,15 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
         dtype, kind, pool, inputs = inputs.q.dtype, inputs.kind(options), values_of(kv_pages), inputs.rotated()
         T, Q, H = inputs.q.shape
         kv_pages = _write(inputs, kv_pages, layer)
-        has = {"has_sinks": inputs.sinks is not None, "has_tree": inputs.tree_mask is not None}
         problem = Problem(kind, Q, pool.shape[2], pool.dtype, self.platform)
-        config = self._launch(problem, _matmul_dtype(dtype, pool.dtype), num_tokens=T, options=options, **has)
+        config = self._launch(
+            problem,
+            _matmul_dtype(dtype, pool.dtype),
+            options,
+            num_tokens=T,
+            has_sinks=inputs.sinks is not None,
+            has_tree=inputs.tree_mask is not None,
+        )
         q = inputs.q.astype(config.dtype)
         if config.token_heads > 1:
             q = jnp.pad(q, ((0, 0), (0, config.token_heads - Q), (0, 0))).reshape(-1, 1, H)

@@ -37,7 +37,6 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
@@ -111,7 +110,18 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
         choose_block_sizes(config)
         return config
 
-    def _launch(self, problem: Problem, options: AttentionOptions, **facts: Any) -> KernelConfig:
+    def _launch(
+        self,
+        problem: Problem,
+        options: AttentionOptions,
+        *,
+        num_tokens: int,
+        num_rows: int,
+        table_width: int,
+        has_sinks: bool = False,
+        has_tree: bool = False,
+        num_parts: int = 1,
+    ) -> KernelConfig:
         kind = problem.kind
         return KernelConfig(
             num_kv_heads=kind.num_kv_heads,
@@ -123,7 +133,12 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
             vmem_bytes=self.target_chip().memory_bytes,
             sizes=self.sizes(problem),
             interpret=self.settings.interpreter,
-            **{"has_sinks": False, "has_tree": False, **facts},
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            table_width=table_width,
+            has_sinks=has_sinks,
+            has_tree=has_tree,
+            num_parts=num_parts,
         )
 
     def sizes(self, problem: Problem) -> BlockSizeLimits:

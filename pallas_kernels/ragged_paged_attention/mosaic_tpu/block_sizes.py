@@ -52,7 +52,7 @@ class BlockSizeLimits:
     def __post_init__(self) -> None:
         wrong = {name: value for name, value in asdict(self).items() if not isinstance(value, int) or value < 2}
         if wrong:
-            raise ValueError(f"sizes of blocks must be integers of at least 2, got {wrong}")
+            raise ValueError(f"block sizes must be integers of at least 2, got {wrong}")
 
 
 def default_work_item_bytes(bytes_per_s: int, vmem_bytes: int) -> int:
