@@ -49,8 +49,8 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
     )
     if arch.state is not None and config.speculation is not None:
         raise ConfigError(
-            f"speculative_config needs a model with attention in all layers, as a state cannot go back behind drafts "
-            f"that are rejected, got {arch.architecture}; drop it"
+            f"speculative_config needs a model with attention in all layers, as a recurrent state cannot "
+            f"undo rejected drafts, got {arch.architecture}; drop it"
         )
     if config.count_expert_tokens and arch.experts is None:
         raise ConfigError(

@@ -98,8 +98,8 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
     own = resolve_quantization(own, draft_arch)
     if draft_arch.state is not None:
         raise ConfigError(
-            f"a draft model must have attention in all layers, as a state cannot go back behind drafts that are "
-            f"rejected, got {draft_arch.architecture} in {directory}; take another draft model"
+            f"a draft model must have attention in all layers, as a recurrent state cannot undo rejected "
+            f"drafts, got {draft_arch.architecture} in {directory}; take another draft model"
         )
     if isinstance(draft_arch.kv_layout.pool, MixedHeads) and speculation.tree is not None:
         raise ConfigError(

@@ -81,7 +81,7 @@ def test_state_snapshots_are_taken_at_prompt_ends_and_common_prefixes(start: Sta
 
 
 def test_drafts_are_refused(start: Start, hybrid: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"attention in all layers.* cannot go back.*ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"attention in all layers.* cannot undo rejected drafts, got .*ForCausalLM"):
         start(model=hybrid, speculative_config=SpeculationConfig(method="ngram", num_speculative_tokens=2))
     checkpoints.write_checkpoint(tmp_path, "llama", vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
     with pytest.raises(ConfigError, match="take another draft model"):
