@@ -22,11 +22,11 @@ from jaxserve.openai.format import (
     parse_body,
 )
 from jaxserve.openai.message_replies import MessageReply, message_error_body
-from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES, chat_of_message
+from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES, message_to_chat
 from jaxserve.openai.pooling import TASKS, PoolingReply, parse_pooling
 from jaxserve.openai.replies import Reply
 from jaxserve.openai.response_replies import ResponseReply
-from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES, chat_of_response
+from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES, response_to_chat
 from jaxserve.openai.scoring import SCORING_PATHS, ScoringReply, parse_scoring
 from jaxserve.openai.translation import Translation, naming
 from jaxserve.text.messages import content_text
@@ -190,8 +190,8 @@ def parse(url: str, body: object, context: BodyContext) -> ParsedRequest:
     return parse_pooling(url, body, context) if url in TASKS else parse_body(url, body, context)
 
 
-_RESPONSES = Interface(CHAT, "resp", chat_of_response, responses.NAMES, ResponseReply)
-_MESSAGES = Interface(CHAT, "msg", chat_of_message, messages.NAMES, MessageReply)
+_RESPONSES = Interface(CHAT, "resp", response_to_chat, responses.NAMES, ResponseReply)
+_MESSAGES = Interface(CHAT, "msg", message_to_chat, messages.NAMES, MessageReply)
 INTERFACES = {
     COMPLETIONS: Interface(COMPLETIONS, "cmpl"),
     CHAT: Interface(CHAT, "chatcmpl"),
@@ -200,7 +200,7 @@ INTERFACES = {
     RESPONSES: _RESPONSES,
     INPUT_TOKENS: _RESPONSES,
     MESSAGES: _MESSAGES,
-    COUNT_TOKENS: replace(_MESSAGES, translate=partial(chat_of_message, has_output=False)),
+    COUNT_TOKENS: replace(_MESSAGES, translate=partial(message_to_chat, has_output=False)),
 }
 
 

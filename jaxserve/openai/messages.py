@@ -84,7 +84,7 @@ _BLOCKS: Mapping[str, Mapping[str, ObjectFields]] = {  # keys are roles
 _MESSAGE: ObjectFields = {"role": needed(choice(*_BLOCKS)), "content": ANY}
 
 
-def chat_of_message(body: Json, *, has_output: bool = True) -> Translation:
+def message_to_chat(body: Json, *, has_output: bool = True) -> Translation:
     """Return the chat for a request to /v1/messages.
 
     Args:

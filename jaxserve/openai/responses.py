@@ -118,7 +118,7 @@ _PARTS: Mapping[str, ObjectFields] = {
 }
 
 
-def chat_of_response(body: Json) -> Translation:
+def response_to_chat(body: Json) -> Translation:
     """Return the chat for a request to /v1/responses.
 
     Raises:

@@ -24,7 +24,7 @@ from jaxserve.openai.context import BodyContext
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
 from jaxserve.openai.message_deltas import MessageDelta, whole_message
 from jaxserve.openai.replies import DONE, Reply
-from jaxserve.openai.responses import chat_of_response
+from jaxserve.openai.responses import response_to_chat
 from jaxserve.openai.scanner import Scanner
 from jaxserve.openai.tools import read_tools
 from jaxserve.text.detokenizer import Detokenizer
@@ -414,19 +414,19 @@ def test_allowed_tools(mode: str) -> None:
         "tools": [{"type": "function", "name": name, "parameters": {}} for name in ("f", "g", "h")],
         "tool_choice": {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "h"}]},
     }
-    of_response = read_tools(chat_of_response(body).chat)
+    of_response = read_tools(response_to_chat(body).chat)
     assert (of_response.choice, [function.name for function in of_response.functions]) == (mode, ["h"])
     body["tools"].append({"type": "web_search"})
     body["tool_choice"]["tools"].append({"type": "web_search"})
-    translated = chat_of_response(body)
+    translated = response_to_chat(body)
     assert read_tools(translated.chat) == of_response
     assert translated.ignored == {"tools.web_search", "tool_choice.web_search"}
     body["tool_choice"]["tools"] = [{"type": "web_search"}]
     if mode == "auto":
-        assert read_tools(chat_of_response(body).chat).choice == "none"
+        assert read_tools(response_to_chat(body).chat).choice == "none"
     else:
         with pytest.raises(RequestError, match="allowed_tools must have the mode"):
-            read_tools(chat_of_response(body).chat)
+            read_tools(response_to_chat(body).chat)
     for wrong in (
         {"mode": "none", "tools": tools},
         {"mode": mode, "tools": []},

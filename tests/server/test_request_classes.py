@@ -7,9 +7,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import COMPLETIONS, EMBEDDINGS, parse_body
-from jaxserve.openai.messages import chat_of_message
+from jaxserve.openai.messages import message_to_chat
 from jaxserve.openai.pooling import parse_pooling
-from jaxserve.openai.responses import chat_of_response
+from jaxserve.openai.responses import response_to_chat
 from jaxserve.server.request_classes import in_class, read_objectives
 
 OBJECTIVES = {"interactive": -1, "batch": 10}
@@ -20,7 +20,7 @@ def parsed(may_stream=True, **fields):
     return parse_body(COMPLETIONS, body, BodyContext("m", ["m"], None, SamplingParams(), may_stream=may_stream))
 
 
-@pytest.mark.parametrize("read", [parsed, lambda **body: chat_of_response(body), lambda **body: chat_of_message(body)])
+@pytest.mark.parametrize("read", [parsed, lambda **body: response_to_chat(body), lambda **body: message_to_chat(body)])
 def test_the_error_of_an_unknown_field_lists_that_of_who_waits(read):
     with pytest.raises(BadRequestError, match=r"unsupported fields \[.*'patience'\].*supported are .*'timeout'"):
         read(patience=1, timeout=2, max_tokens=3, messages=[], input="a")

@@ -11,9 +11,9 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import CHAT, CLASSIFICATION, COMPLETIONS, EMBEDDINGS, POOLING, parse_body
-from jaxserve.openai.messages import chat_of_message
+from jaxserve.openai.messages import message_to_chat
 from jaxserve.openai.pooling import parse_pooling
-from jaxserve.openai.responses import chat_of_response
+from jaxserve.openai.responses import response_to_chat
 
 # Values that ask for features of vLLM and OpenAI that there are not here.
 REFUSED = {
@@ -70,8 +70,8 @@ def listed(read: Callable[..., Any]) -> list[str]:
 READERS = {
     "completions": lambda **body: parsed(COMPLETIONS, **body),
     "chat": lambda **body: parsed(CHAT, **body),
-    "responses": lambda **body: chat_of_response({"input": "a", **body}),
-    "messages": lambda **body: chat_of_message({"messages": [], "max_tokens": 1, **body}),
+    "responses": lambda **body: response_to_chat({"input": "a", **body}),
+    "messages": lambda **body: message_to_chat({"messages": [], "max_tokens": 1, **body}),
     **{
         url: lambda url=url, **body: parse_pooling(
             url, {"input": "a", **body}, BodyContext("m", ["m"], may_stream=True)
@@ -126,11 +126,11 @@ def test_options_of_a_stream_are_those_with_an_effect() -> None:
         parsed(COMPLETIONS, stream_options={"include_costs": True})
     assert parsed(COMPLETIONS, stream_options={"include_obfuscation": True}) == parsed(COMPLETIONS)
     with pytest.raises(BadRequestError, match=r"in stream_options; no field of it has an effect here"):
-        chat_of_response({"input": "a", "stream_options": {"include_usage": True}})
+        response_to_chat({"input": "a", "stream_options": {"include_usage": True}})
 
 
 def test_truncation_is_advised_and_chosen() -> None:
     assert "truncation" in listed(READERS["responses"])
-    assert chat_of_response({"input": "a", "truncation": "auto"}).drops_turns
+    assert response_to_chat({"input": "a", "truncation": "auto"}).drops_turns
     with pytest.raises(BadRequestError, match='truncation must be "disabled" or "auto", got \'left\''):
-        chat_of_response({"input": "a", "truncation": "left"})
+        response_to_chat({"input": "a", "truncation": "left"})
