@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, no_type_check
+from typing import Any, no_type_check
 
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -13,9 +13,6 @@ from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.layers.state_forms import StateRows
 from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
 from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, Pages, RaggedRows
-
-if TYPE_CHECKING:
-    pass
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree

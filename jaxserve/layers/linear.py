@@ -134,11 +134,11 @@ class Matrix(ABC):
         bias = context.bias
         y = self.multiply_groups(x, group_sizes, context if bias is None else context._replace(dtype=jnp.float32))
         if bias is not None:
-            y += bias.astype(y.dtype).at[group_of_rows(group_sizes, len(x))].get(mode="fill", fill_value=0)
+            y += bias.astype(y.dtype).at[row_groups(group_sizes, len(x))].get(mode="fill", fill_value=0)
         return context._replace(bias=None).finish(y.astype(context.dtype))
 
 
-def group_of_rows(group_sizes: Int[Array, " G"], num_rows: int) -> Int[Array, " M"]:
+def row_groups(group_sizes: Int[Array, " G"], num_rows: int) -> Int[Array, " M"]:
     """Return each row's group; G for rows after the last group."""
     return jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(num_rows), side="right")
 

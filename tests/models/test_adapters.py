@@ -9,7 +9,7 @@ import pytest
 from flax import struct
 
 from jaxserve import weights
-from jaxserve.layers.linear import LinearContext, Matrix, as_matrix, group_of_rows, linear
+from jaxserve.layers.linear import LinearContext, Matrix, as_matrix, linear, row_groups
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder, registry
 from tests.checkpoints import write_checkpoint
@@ -34,7 +34,7 @@ class Adapted(Matrix):
         return as_matrix(self.matrix).multiply(x, context) + self.delta(x, context.tokens.row)
 
     def multiply_groups(self, x: jax.Array, group_sizes: jax.Array, context: LinearContext) -> jax.Array:
-        group = group_of_rows(group_sizes, len(x))
+        group = row_groups(group_sizes, len(x))
         return as_matrix(self.matrix).multiply_groups(x, group_sizes, context) + self.delta(
             x, context.tokens.row, group
         )

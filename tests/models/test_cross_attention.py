@@ -27,8 +27,7 @@ def attend(p, x, tokens, layer, arch, norm, residual):
     q, kv = linear(x, p["q_proj"], norm=norm, bias=p["q_bias"]), linear(layer.inputs, p["kv_proj"], bias=p["kv_bias"])
     q, k, v = (y.reshape(len(y), -1, layer.attention.head_dim) for y in (q, *jnp.split(kv, 2, axis=1)))
     scores = jnp.einsum("tqh,sqh->qts", q, k) * layer.attention.options.scale
-    out = jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores), v)
-    return project_out(p, out, tokens, arch, residual), tokens
+    return project_out(p, jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores), v), tokens, arch, residual), tokens
 
 
 def test_cross_attention_reads_an_encoder_and_keeps_no_tokens(monkeypatch):
