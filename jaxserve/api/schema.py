@@ -85,7 +85,7 @@ def is_sequence(value: object) -> bool:
 
 def is_one_of(value: object, choices: Iterable[Any]) -> bool:
     """Return whether a value is among choices; True is not 1 here, but 0.0 is 0."""
-    if not isinstance(value, Hashable):  # arrays, whose comparison is no truth value, among them
+    if not isinstance(value, Hashable | list | dict):  # an array, whose comparison is no truth value
         return False
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in choices)
 
