@@ -85,7 +85,7 @@ def test_a_frozen_dataclass_is_checked_and_converted_in_place(tmp_path: Any) -> 
 
 def test_an_array_is_none_of_the_choices() -> None:
     assert not any(one_of(("a", 1)).holds(value) for value in (np.array(["a", "b"]), np.array([1]), ["a"], {}))
-    assert all(one_of(("a", 1, [], {})).holds(value) for value in (np.int64(1), [], {}))
+    assert all(one_of(("a", 1, [], {}, set())).holds(value) for value in (np.int64(1), [], {}, set()))
 
 
 def test_a_message_ends_with_advice() -> None:

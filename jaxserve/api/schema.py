@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
@@ -85,7 +85,7 @@ def is_sequence(value: object) -> bool:
 
 def is_one_of(value: object, choices: Iterable[Any]) -> bool:
     """Return whether a value is among choices; True is not 1 here, but 0.0 is 0."""
-    if not isinstance(value, Hashable | list | dict):  # an array, whose comparison is no truth value
+    if getattr(value, "ndim", 0):  # an array, whose comparison has no truth value
         return False
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in choices)
 
