@@ -114,20 +114,22 @@ class Balanced:
 def measure(num_replicas: int, num_rows: int, prompt_tokens: int, num_requests: int) -> dict[str, float]:
     """Return medians over the routed requests, in microseconds."""
     rng = random.Random(0)
-    many, lone = Balanced(num_replicas, num_rows, rng), Balanced(1, num_rows, rng)
+    several, single = Balanced(num_replicas, num_rows, rng), Balanced(1, num_rows, rng)
     note_ns: list[float] = []
     dispatch_ns: list[list[int]] = []
     single_ns: list[list[int]] = []
     for index in range(num_requests // ROUND):
-        many, single = ([new_request(f"{i}.{index}", prompt_tokens, rng) for i in range(ROUND)] for _ in range(2))
-        noted_ns, times = many.time_round(many)
+        batch, single_batch = (
+            [new_request(f"{i}.{index}", prompt_tokens, rng) for i in range(ROUND)] for _ in range(2)
+        )
+        noted_ns, times = several.time_round(batch)
         note_ns.append(noted_ns / num_replicas)
         dispatch_ns.append(times)
-        single_ns.append(lone.time_round(single)[1])
-    place, alone = (statistics.median(itertools.chain(*times)) for times in (dispatch_ns, single_ns))
+        single_ns.append(single.time_round(single_batch)[1])
+    dispatch, alone = (statistics.median(itertools.chain(*times)) for times in (dispatch_ns, single_ns))
     medians = {
-        "route_us": place - alone,
-        "dispatch_us": place,
+        "route_us": dispatch - alone,
+        "dispatch_us": dispatch,
         "single_us": alone,
         "first_us": statistics.median(times[0] for times in dispatch_ns),
         "note_us": statistics.median(note_ns),
