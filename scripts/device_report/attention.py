@@ -178,7 +178,8 @@ class Bench:
                 out, pool.pages = program(pool.pages, q, k, v, lens, starts, used)
             out.block_until_ready()
 
-        given = contextlib.nullcontext() if shape.sizes is None else mosaic_tpu.sized(**dict(shape.sizes))
+        settings = mosaic_tpu.KERNEL.settings
+        given = contextlib.nullcontext() if shape.sizes is None else settings.sized(**dict(shape.sizes))
         with self._kernel.runnable(), given:
             return median_s(run, self._effort) / self._grid.num_calls, len(tables)
 

@@ -101,7 +101,7 @@ class Tuner:
         decode = self._measure((1,) * self._steps.rows, self._steps.context, sizes)
         prefill = self._measure((self._steps.chunk,), self._steps.chunk_context, sizes)
         return {
-            "chip": tpu.name() if self._problem.platform == "tpu" else "none",
+            "chip": tpu.target_chip().name if self._problem.platform == "tpu" else "none",
             "shape": mosaic_tpu.shape_class(self._problem),
             "sizes": sizes,
             "decode_us": decode["us"],
