@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from jaxserve.api.config import EngineConfig, embedded_model
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
-from jaxserve.execution.programs import Buckets
+from jaxserve.scheduling.step_plan import StepShape
 from synthetic.null_device import null_engine
 from synthetic.prompts import prompts
 
@@ -62,7 +62,7 @@ def start_device(**options: Any) -> DrivenEngine:
         engine = DrivenEngine(config)
     # Only the measured program, besides those for one token and for a full step.
     decode = min(bucket for bucket in engine.schedule.buckets() if bucket >= engine.schedule.max_num_seqs)
-    engine.replicas[0].executor.programs._compile(Buckets([decode]))
+    engine.replicas[0].executor.programs._compile([StepShape(decode)])
     return engine
 
 
