@@ -224,8 +224,9 @@ def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: a vLLM option has an unsupported value.
     """
     others = {option.name: option for option in SERVER_OPTIONS}
-    for name in others.keys() & given.keys():
-        _check_option(others[name], given[name])
+    for name, value in given.items():
+        if name in others:
+            _check_option(others[name], value)
     return {name: value for name, value in given.items() if name not in others}
 
 
