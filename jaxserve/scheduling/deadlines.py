@@ -30,7 +30,7 @@ class Deadlines:
 
     def __init__(self, targets: tuple[Target, ...], reserved_prefill_tokens: int) -> None:
         self._targets = {priority: (ttft_s, itl_s) for priority, ttft_s, itl_s in targets}
-        self._prefill_share = reserved_prefill_tokens
+        self._reserved_prefill_tokens = reserved_prefill_tokens
 
     def _target(self, request: Request) -> tuple[float, float] | None:
         return self._targets.get(request.priority) or self._targets.get(None)
@@ -60,7 +60,7 @@ class Deadlines:
             return sys.maxsize
         fixed_s = timing.prefill_step_s + len(rows) * timing.decode_token_s
         left_s = min(due) - timing.starts_s - fixed_s
-        return max(int(left_s / max(timing.prefill_token_s, 1e-9)) // len(plans), self._prefill_share)
+        return max(int(left_s / max(timing.prefill_token_s, 1e-9)) // len(plans), self._reserved_prefill_tokens)
 
     def next_due_s(self, request: Request) -> float | None:
         """Return when the token that a planned row samples is due; it already counts as computed."""
