@@ -137,8 +137,8 @@ class Service:
             message = f"{field} must be at most {self.config.max_prompts} prompts, got {len(request.prompts)}"
             raise BadRequestError(message, field)
         num_samples = len(request.prompts) * request.params.n
-        if num_samples > self.most_at_once:
-            message = f"a request must have at most {self.most_at_once} samples of all its prompts, got {num_samples}"
+        if num_samples > self.max_samples:
+            message = f"a request must have at most {self.max_samples} samples of all its prompts, got {num_samples}"
             raise BadRequestError(message, "n" if request.params.n > 1 else field)
 
     @property
@@ -148,7 +148,7 @@ class Service:
         return self._streams
 
     @property
-    def most_at_once(self) -> int:
+    def max_samples(self) -> int:
         """Maximum number of samples that run or wait."""
         slots = self.engine.schedule.max_num_seqs * self.engine.config.data_parallel_size
         return slots + self.config.max_queued_requests

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_WRITING = 1 / 30  # fraction of time for writing stream parts, except first and last ones
+MAX_WRITING = 1 / 30  # fraction of time for writing stream parts, except first and last ones
 LONGEST_WAIT_S = 0.03  # time that parts wait for that at most, however long writing takes
 Write = Callable[[int, Sequence[Increment]], bool]
 
@@ -267,7 +267,7 @@ class Streams:
         began_s = time.monotonic()
         self._tell(self._news)
         ended_s = time.monotonic()
-        wait_s = min((ended_s - began_s) * (1 / MOST_WRITING - 1), LONGEST_WAIT_S)
+        wait_s = min((ended_s - began_s) * (1 / MAX_WRITING - 1), LONGEST_WAIT_S)
         self._due_s = max(began_s + self.interval_s, ended_s + wait_s)
 
     def _tell(self, news: deque[RequestGroup]) -> None:
