@@ -10,7 +10,7 @@ from typing import Any
 from jaxserve.api.config import EngineConfig
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_engine_flags, engine_options
-from jaxserve.cli.loading import live_stats, load_llm
+from jaxserve.cli.loading import load_llm, status_line
 from jaxserve.cli.logs import add_log_level
 from jaxserve.cli.process_flags import add_process_flags, is_distributed
 from jaxserve.errors import ConfigError
@@ -74,7 +74,7 @@ def _engine(args: Namespace) -> Iterator[Any]:
     if not args.ray:
         with contextlib.nullcontext() if sys.stderr.isatty() else Ticker(_loading(time.monotonic())):
             llm = load_llm(args)
-        with live_stats(args.stats, llm):
+        with status_line(args.stats, llm):
             yield llm
         return
     from jaxserve.fleet.ray_fleet import ray_fleet  # noqa: PLC0415 - slows the start of every command

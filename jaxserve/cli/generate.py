@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_engine_flags, field_helps, flag, help_text
-from jaxserve.cli.loading import live_stats, load_llm
+from jaxserve.cli.loading import load_llm, status_line
 from jaxserve.cli.logs import add_log_level
 from jaxserve.cli.process_flags import add_process_flags
 from jaxserve.core.status_line import wait_until_warm
@@ -65,7 +65,7 @@ def _run(args: Namespace) -> int:
     if args.stats:
         wait_until_warm(llm.engine, sys.stderr)  # compilation would distort the measurement
     same_terminal = sys.stdout.isatty() and sys.stderr.isatty()
-    with live_stats(args.stats and not same_terminal, llm):
+    with status_line(args.stats and not same_terminal, llm):
         for output in llm.stream(prompt, params):
             print(output.outputs[0].text, end="", flush=True)
     print()

@@ -52,6 +52,6 @@ def require_model(options: Mapping[str, Any]) -> None:
             )
 
 
-def live_stats(wanted: bool, llm: "LLM") -> contextlib.AbstractContextManager[object]:
+def status_line(wanted: bool, llm: "LLM") -> contextlib.AbstractContextManager[object]:
     """Return a context that shows live statistics on stderr if `wanted`."""
     return StatusLine(llm.engine, sys.stderr) if wanted else contextlib.nullcontext()
