@@ -147,6 +147,7 @@ def run_batch(
             done=done,
             key=key,
             context=_context(engine, model_names) if context is None else replace(context, may_stream=False),
+            fingerprint=system_fingerprint(config),
             window=3 * num_rows if max_in_flight is None else max_in_flight,
             urls=tuple(urls),
             on_record=on_record,
@@ -216,6 +217,7 @@ class _BatchRun:
     done: DoneLines
     key: bytes
     context: BodyContext
+    fingerprint: str
     window: int
     urls: tuple[str, ...]
     on_record: Callable[[int, int], None]
@@ -336,14 +338,13 @@ class _BatchRun:
 
     def _response(self, line: _Line) -> Json:
         outputs = [line.outputs[index] for index in range(len(line.outputs))]
-        fingerprint = system_fingerprint(self.engine.config)
         reply = INTERFACES[line.request.url].new_reply(
             line.request,
             {},
             self.engine.tokenizer,
             line.fingerprint,
             created_s=int(time.time()),
-            fingerprint=fingerprint,
+            fingerprint=self.fingerprint,
         )
         return reply.body(outputs)
 

@@ -17,6 +17,7 @@ from jaxserve.openai import format as openai_format
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.openai.context import BodyContext
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
+from jaxserve.openai.interfaces import Interface
 from jaxserve.text.loading import load_tokenizer
 from tests.openai.batches import chat, completion, run
 from tests.random_runs import examples
@@ -164,11 +165,11 @@ def test_messages_of_tool_calls_need_no_content(engine: FakeEngine) -> None:
     assert parse_body(CHAT, body, BodyContext("tiny", (), engine.tokenizer, SamplingParams())).prompts
 
 
-@pytest.mark.parametrize("where", ["parse", "system_fingerprint", "add_request"])
+@pytest.mark.parametrize("where", ["parse", "new_reply", "add_request"])
 def test_an_unexpected_error_is_its_lines_alone(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    target = engine if where == "add_request" else batch_files
+    target = {"add_request": engine, "new_reply": Interface}.get(where, batch_files)
     original, calls = getattr(target, where), iter(range(3))
 
     def fails_once(*args: object, **options: object) -> object:
