@@ -27,7 +27,7 @@ class ReasoningTokens:
     """
 
     def __init__(self, chat_format: ChatFormat, stream: ByteStream | WindowStream, *, in_reasoning: bool) -> None:
-        self._format, self._stream, self._in_thought = chat_format, stream, in_reasoning
+        self._format, self._stream, self._in_reasoning = chat_format, stream, in_reasoning
         messages, reasoning = chat_format.messages, chat_format.reasoning
         self._in_header = messages is not None
         self._begins = Delimiters((messages.head_end,) if messages else (reasoning.begin,) if reasoning else ())
@@ -40,7 +40,7 @@ class ReasoningTokens:
     @property
     def count(self) -> int:
         """Number of tokens so far."""
-        return self._num_ended + (len(self._starts) if self._in_thought and not self._in_header else 0)
+        return self._num_ended + (len(self._starts) if self._in_reasoning and not self._in_header else 0)
 
     def push(self, token_ids: Sequence[int]) -> None:
         """Take the next tokens."""
@@ -57,7 +57,7 @@ class ReasoningTokens:
     @property
     def _delimiters(self) -> re.Pattern[str]:
         """Pattern for the next delimiter: one that ends the current part, or begins the next."""
-        is_inside = self._in_thought if self._format.messages is None else not self._in_header
+        is_inside = self._in_reasoning if self._format.messages is None else not self._in_header
         return (self._ends if is_inside else self._begins).pattern
 
     def _pass(self, found: re.Match[str]) -> None:
@@ -66,14 +66,14 @@ class ReasoningTokens:
         self._count_before(found.start())
         end = found.end()
         if messages is None:
-            self._in_thought = not self._in_thought
+            self._in_reasoning = not self._in_reasoning
         elif self._in_header:
-            self._in_header, self._in_thought = (
+            self._in_header, self._in_reasoning = (
                 False,
                 messages.channel(self._text[: found.start()]) in messages.reasoning_channels,
             )
         else:
-            self._in_header, self._in_thought = True, False
+            self._in_header, self._in_reasoning = True, False
             end = found.start()  # it may belong to the next header
         self._drop(end)
 
@@ -84,7 +84,7 @@ class ReasoningTokens:
 
     def _count_before(self, end: int) -> None:
         """Count the tokens that begin before index `end` if they are reasoning."""
-        if self._in_thought and not self._in_header:
+        if self._in_reasoning and not self._in_header:
             self._num_ended += sum(start < end for start in self._starts)
 
     def _drop(self, end: int) -> None:
