@@ -130,7 +130,11 @@ _FIELDS: dict[str, ObjectFields] = {
     **dict.fromkeys(SCORE_PATHS, _PAIRS),
     **dict.fromkeys(RERANK_PATHS, _RANKED),
 }
-_STREAM_OPTIONS = {"include_usage": SWITCH, "continuous_usage_stats": SWITCH, "include_obfuscation": DROPPED}
+_STREAM_OPTIONS = {
+    "include_usage": SWITCH,
+    "continuous_usage_stats": SWITCH,
+    "include_obfuscation": replace(SWITCH, is_kept=False),
+}
 _PROMPT_FIELDS = {
     COMPLETIONS: "prompt",
     CHAT: "messages",
@@ -254,7 +258,7 @@ def read_fields(url: str, body: Any, context: BodyContext) -> tuple[Json, Json]:
         fields = {name: _IN_BATCHES.get(name, field) for name, field in fields.items() if name != "timeout"}
     reader = BodyReader()
     given = reader.read(body, fields)
-    if url == COMPLETIONS and body.get("best_of") not in (None, 1, given.get("n", 1)):
+    if url == COMPLETIONS and not schema.is_one_of(body.get("best_of"), (None, 1, given.get("n", 1))):
         message = f"best_of must be 1 or n, got {brief(body['best_of'])}: all samples are returned"
         raise BadRequestError(message, "best_of", "unsupported_value")
     check_model(given.setdefault("model", context.default_name), context.model_names)

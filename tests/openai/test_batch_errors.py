@@ -56,6 +56,7 @@ TOO_LONG = {"role": "user", "content": "x" * 100_000}
         (completion("a", store=0), "unsupported_value", "store must be false, got 0: it is not supported"),
         (completion("a", suffix="x"), "unsupported_value", 'suffix must be "", got'),
         (completion("a", best_of=3, n=2), "unsupported_value", "best_of must be 1 or n, got 3"),
+        (completion("a", best_of=True), "unsupported_value", "best_of must be 1 or n, got True"),
         (completion("a", stream_options={}), "unsupported_value", "stream_options must be left out, got {}"),
         (chat("a", response_format={"type": "xml"}), "invalid_request", "must have the type text, json_object or"),
         (chat("a", response_format={"type": "json_schema"}), "invalid_request", "must have a schema in json_schema"),

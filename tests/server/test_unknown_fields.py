@@ -125,6 +125,8 @@ def test_options_of_a_stream_are_those_with_an_effect() -> None:
     with pytest.raises(BadRequestError, match=r"supported are \['continuous_usage_stats', 'include_usage'\]"):
         parsed(COMPLETIONS, stream_options={"include_costs": True})
     assert parsed(COMPLETIONS, stream_options={"include_obfuscation": True}) == parsed(COMPLETIONS)
+    with pytest.raises(BadRequestError, match="include_obfuscation must be a bool, got 1"):
+        parsed(COMPLETIONS, stream_options={"include_obfuscation": 1})
     with pytest.raises(BadRequestError, match=r"in stream_options; no field of it has an effect here"):
         response_to_chat({"input": "a", "stream_options": {"include_usage": True}})
 
