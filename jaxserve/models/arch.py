@@ -122,6 +122,7 @@ class ArchConfig:
         Args:
             columns: one value per layer, by field; ignored in recurrent layers.
         """
+        assert all(len(column) == self.num_layers for column in columns.values()), "each layer has a value"
         layers = (
             layer.attending(**{name: column[index] for name, column in columns.items()})
             for index, layer in enumerate(self.layers)

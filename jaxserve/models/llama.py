@@ -108,7 +108,7 @@ def arch(
         "architecture": config["architectures"][0],
         "vocab_size": values["vocab_size"],
         "hidden_size": hidden,
-        "layers": tuple(map(layer, range(layers), windows or (None,) * layers)),
+        "layers": tuple(layer(*each) for each in zip(range(layers), windows or (None,) * layers, strict=True)),
         "max_position": longest,
         "norm_eps": float(values["rms_norm_eps"]),
         "tied_embeddings": values["tie_word_embeddings"],
