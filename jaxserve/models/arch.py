@@ -145,6 +145,8 @@ class ArchConfig:
         if num_devices == 1:
             return self
         num_head_shards = num_devices // self.num_data_shards
+        has_one_size = len({attention.kv for attention in self.attention_layers}) == 1
+        assert has_one_size or self.num_devices == num_head_shards, "`divided` lays out the pages for these devices"
         sizes = {"num_attention_heads": self.attention_layers[0].num_heads}
         if mlp_sizes := [layer.mlp.ffn_size for layer in self.layers if layer.mlp]:
             sizes["intermediate_size"] = math.gcd(*mlp_sizes)
