@@ -132,9 +132,10 @@ def moe(
         p.get("experts_down_bias"),
         p.get("expert_factors"),
     )
-    assert arch.experts is not None, "a layer with a router has experts"
+    experts = layer.options.spec.experts
+    assert experts is not None, "a layer with a router has experts"
     x = x if norm is None else norm(x)
-    y, tokens = apply_experts(x, tokens, matrices, arch.experts, arch.tensor_axis, routing, arch.token_axis)
+    y, tokens = apply_experts(x, tokens, matrices, experts, arch.tensor_axis, routing, arch.token_axis)
     return y if residual is None else residual + y, tokens
 
 
