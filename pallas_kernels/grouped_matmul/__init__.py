@@ -143,7 +143,8 @@ def grouped_matmul(
     op = QUANTIZED_MATMUL if isinstance(problem, QuantizedProblem) else GROUPED_MATMUL
     requested = default_matmul_backend() if backend == AUTO else backend
     chosen = op.select(requested, lambda candidate: candidate.unsupported_reason(problem))
-    if chosen == XLA and xla_matmul is not None:
+    if chosen == XLA and isinstance(problem, QuantizedProblem):
+        assert xla_matmul is not None, "XLA multiplies quantised matrices only by `xla_matmul`"
         return xla_matmul().astype(dtype)
     if layer is None and not isinstance(matrices, PackedMatrix | QuantizedStack):
         matrices = matrices.reshape(1, -1, problem.num_inputs)
