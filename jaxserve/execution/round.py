@@ -218,7 +218,7 @@ def run_model(
     )
     attention = PagedAttention.after(context)
     if shards is not None:
-        hidden = all_tokens(hidden, arch.token_axis).at[shards.axis_index].get(**CLIPPED)
+        hidden = all_tokens(hidden, arch.token_axis).at[shards.padded_index].get(**CLIPPED)
     state = dataclasses.replace(
         state, kv_pages=attention.kv_pages, states=attention.states, expert_tokens=context.expert_tokens
     )

@@ -21,14 +21,14 @@ class ShardRows(NamedTuple):
 
     Attributes:
         shard: shard of each row.
-        axis_index: index of each token when the shards' padded token axes are concatenated.
+        padded_index: index of each token when the shards' padded token axes are concatenated.
         live: mask over those concatenated axes: True for tokens, False for padding.
         max_rows: maximum rows per shard.
         num_shards: number of shards, D.
     """
 
     shard: Int[Array, " R"]
-    axis_index: Int[Array, " T"]
+    padded_index: Int[Array, " T"]
     live: Bool[Array, " T"]
     max_rows: int
     num_shards: int
@@ -41,9 +41,9 @@ class ShardRows(NamedTuple):
         lens = jnp.where(shard[None, :] == jnp.arange(num_shards)[:, None], rows.q_lens[None, :], 0)
         first = jnp.take_along_axis(jnp.cumsum(lens, axis=1) - lens, shard[None, :], axis=0)[0]
         offset = jnp.arange(tokens.row.shape[0], dtype=jnp.int32) - rows.cu_q_lens[tokens.row]
-        position = (shard * shard_len + first)[tokens.row] + offset
+        padded_index = (shard * shard_len + first)[tokens.row] + offset
         live = jnp.arange(shard_len)[None, :] < lens.sum(axis=1)[:, None]
-        return cls(shard, position, live.reshape(-1), min(shard_len, slots_per_shard), num_shards)
+        return cls(shard, padded_index, live.reshape(-1), min(shard_len, slots_per_shard), num_shards)
 
     def select(self, rows: Rows, tokens: Tokens, index: Int[Array, ""]) -> tuple[Rows, Tokens, Int[Array, ""]]:
         """Return the rows with tokens in shard `index`, in order; their tokens; and the number of these rows."""
@@ -53,6 +53,6 @@ class ShardRows(NamedTuple):
         start, pages = jax.tree.map(lambda x: x[order], (rows.start, rows.pages_to_read))
         own = Rows.packed(rows.slot[order], start, q_lens, rows.samples[order], pages)
         row, offset, before, live = place_tokens(own, self.live.shape[0] // self.num_shards)
-        position = jnp.where(live, rows.cu_q_lens[order[row]] + offset, 0)
-        columns = (each.at[position].get(**CLIPPED) for each in (tokens.planned, tokens.token_ids))
+        batch_index = jnp.where(live, rows.cu_q_lens[order[row]] + offset, 0)
+        columns = (each.at[batch_index].get(**CLIPPED) for each in (tokens.planned, tokens.token_ids))
         return own, Tokens(row, before.history, before.position, live, *columns), jnp.sum(is_own, dtype=jnp.int32)
