@@ -51,7 +51,7 @@ class RingReader:
         """Return this warpgroup's columns of a block's values."""
         shared = self.shared
         if self.config.is_quantized:
-            assert self.tiling.column_warpgroups == 1, "see supports"
+            assert self.tiling.column_warpgroups == 1, "`_unsupported_heads` refuses wider heads"
             return shared.scaled_v.at[self.local_worker]
         if self.config.values_in_keys:
             return self._values_in_keys(slot)
