@@ -97,7 +97,7 @@ class ServeState:
     slots: SlotTable  # sampling inputs: tokens, their counts, biases and stop ids
     states: Any = None  # state pool of recurrent layers; None without them
     draft: Any = None  # state of the proposer; None without one
-    pooled: Float[Array, "S D"] | None = None  # sums over earlier prompt chunks: see `pooling.pool`
+    pooled: Float[Array, "S D"] | None = None  # sums over earlier prompt chunks: see `pooling_program.pool`
     expert_tokens: Int[Array, "L E"] | None = None  # tokens per expert in the last step; None if not counted
 
 

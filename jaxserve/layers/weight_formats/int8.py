@@ -29,7 +29,7 @@ PAIRS = np.dtype(np.uint8)  # dtype of int4 pairs
 class BlockMatrix(ScaledMatrix):
     """A matrix [out, in] in blocks, or a matrix stack: w[o, i] is q[o, i] * scale[i // B, o], in = blocks * B.
 
-    Elements q are int8; or each byte, uint8 [out, in / 2], has two int4 elements as q + 8, as in `quantized_matmul`.
+    Elements q are int8; or each byte, uint8 [out, in / 2], has two int4 elements q + 8: see `elements.packed`.
     """
 
     q: Shaped[Array, "*stack out columns"]
