@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.assembly.memory import tree_bytes
+from jaxserve.execution import lowering
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import step_options
 from jaxserve.models import registry
 from jaxserve.pallas_kernels.op import AUTO
 from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 from jaxserve.scheduling.schedule_config import ScheduleConfig
-from jaxserve.tools.planner import program as program_module
 from jaxserve.tools.planner.models import known_models, read_model
 from jaxserve.tools.planner.plan import decode_bucket
 from jaxserve.tools.planner.program import StepCompiler, abstract_params, collectives, layer_collectives, temp_bytes
@@ -119,7 +119,7 @@ def marks_of(name, target):
 )
 def test_first_layers_work_in_place(targets, name, target, tmp_path, monkeypatch):
     """The decode step over a layer of each kind: in place, with small temporaries, and on a GPU one CUDA graph."""
-    monkeypatch.setattr(program_module, "step_options", lambda kind: step_options(kind) | dump_options(kind, tmp_path))
+    monkeypatch.setattr(lowering, "step_options", lambda kind: step_options(kind) | dump_options(kind, tmp_path))
     target, arch = targets(target), layers_of_each_kind(read_model(name)[1])
     arch = dataclasses.replace(arch, schemes=None)
     sizes = {"num_query_heads": arch.attention.num_heads, "page_size": None, "kv_dtype": BFLOAT16}
