@@ -1,6 +1,5 @@
 """Tests of a run's figures against numpy and against counts by hand."""
 
-import dataclasses
 import json
 import statistics
 
@@ -11,10 +10,9 @@ from hypothesis import strategies as st
 
 from jaxserve.api.metrics import EngineStats, PeakRates
 from jaxserve.tools.bench.load import EngineTrace, LoadTrace, RequestTrace, StepSample
-from jaxserve.tools.bench.summary import EngineSizes, Setting, Slo, percentiles, summarize
+from jaxserve.tools.bench.summary import EngineSizes, Slo, percentiles, summarize
 
 SIZES = EngineSizes(page_size=16, num_pages=10, peak_rates=PeakRates(flops_per_s=1e9, bytes_per_s=1e9))
-SETTING = Setting(engine=SIZES)
 STATS = EngineStats(
     num_steps=4,
     num_tokens=90,
@@ -38,7 +36,7 @@ TRACE = LoadTrace(REQUESTS, 2.0, EngineTrace(STEPS, STATS))
 
 
 def goodput(**slo: float) -> dict[str, float]:
-    return summarize(TRACE, dataclasses.replace(SETTING, slo=Slo(**slo)))["goodput"]
+    return summarize(TRACE, slo=Slo(**slo), sizes=SIZES)["goodput"]
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50))
@@ -55,7 +53,7 @@ def test_percentiles_of_no_values_are_null() -> None:
 
 
 def test_rates_count_the_whole_run() -> None:
-    figures = summarize(TRACE, SETTING)
+    figures = summarize(TRACE, sizes=SIZES)
     assert figures["requests_per_s"] == 1.5
     assert figures["output_tok_per_s"] == 3.5
     assert figures["total_tok_per_s"] == (120 + 7) / 2
@@ -72,7 +70,7 @@ def test_rates_count_the_whole_run() -> None:
 
 
 def test_step_figures_cover_only_steps_with_rows() -> None:
-    figures = summarize(TRACE, SETTING)
+    figures = summarize(TRACE, sizes=SIZES)
     assert figures["queue_depth"] == {"mean": 2.5, "max": 5.0}
     assert figures["batch_rows"] == {"mean": 2.0, "max": 3.0}
     assert figures["page_occupancy"] == {"mean": pytest.approx(0.5), "max": 0.6}
@@ -88,19 +86,19 @@ def test_goodput_counts_requests_that_met_every_slo() -> None:
     assert goodput(ttft_ms=200.5, tpot_ms=60.0)["share"] == 1 / 3
     assert goodput(ttft_ms=600.0, tpot_ms=250.0)["share"] == 1
     assert goodput(ttft_ms=50.0)["requests_per_s"] == 0
-    assert summarize(TRACE, SETTING)["goodput"] is None
+    assert summarize(TRACE, sizes=SIZES)["goodput"] is None
 
 
 def test_cost_of_a_million_tokens() -> None:
-    assert summarize(TRACE, SETTING)["cost"] is None
-    cost = summarize(TRACE, dataclasses.replace(SETTING, price_per_hour=7.2))["cost"]
+    assert summarize(TRACE, sizes=SIZES)["cost"] is None
+    cost = summarize(TRACE, price_per_hour=7.2)["cost"]
     hours_per_million = 1e6 / 3.5 / 3600
     assert cost["per_million_output_tokens"] == pytest.approx(7.2 * hours_per_million)
     assert cost["per_million_tokens"] == pytest.approx(7.2 * 1e6 / 63.5 / 3600)
 
 
 def test_figures_are_json_and_the_traces_are_in_them() -> None:
-    figures = summarize(TRACE, SETTING)
+    figures = summarize(TRACE, sizes=SIZES)
     assert json.loads(json.dumps(figures, allow_nan=False)) == figures
     assert figures["timeline"] == {
         "time_s": [0.1, 0.6, 1.5],

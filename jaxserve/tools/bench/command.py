@@ -5,11 +5,12 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from jaxserve.api.schema import integer, number
 from jaxserve.core.status_line import StatusLine, wait_until_warm
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -17,10 +18,10 @@ from jaxserve.system.environment import openai_api_key
 from jaxserve.system.whole_file import check_writable, write_whole
 from jaxserve.tools.bench import plots
 from jaxserve.tools.bench.flags import DEFAULT_VOCAB_SIZE
-from jaxserve.tools.bench.load import LoadTrace, MeasuredEngine, TimedRequest, run_load
+from jaxserve.tools.bench.load import LoadTrace, TimedRequest, run_load
 from jaxserve.tools.bench.remote import Server, run_remote
-from jaxserve.tools.bench.report import DescribedEngine, build_remote_report, build_report
-from jaxserve.tools.bench.summary import EngineSizes, Json, Setting, Slo, summarize
+from jaxserve.tools.bench.report import build_remote_report, build_report
+from jaxserve.tools.bench.summary import NO_SLO, EngineSizes, Json, Slo, summarize
 from jaxserve.tools.bench.tables import render
 from jaxserve.tools.bench.workloads import (
     LOWEST_ID,
@@ -32,10 +33,36 @@ from jaxserve.tools.bench.workloads import (
 )
 from jaxserve.tools.figures import plotting
 
+if TYPE_CHECKING:
+    from jaxserve.assembly.driven import DrivenEngine
+
+_POSITIVE = number(0, excludes_low=True)
+_NUMBERS = {  # types of the flags with numbers
+    **dict.fromkeys(("num_requests", "rounds", "max_concurrency"), integer(1)),
+    "arrival_seed": integer(0),
+    **dict.fromkeys(("time_scale", "slo_ttft_ms", "slo_tpot_ms", "price_per_hour"), _POSITIVE),
+    "vocab_size": integer(LOWEST_ID + 1, words=f"an integer of {LOWEST_ID + 1} or more"),
+}
+_JOB_NUMBERS = {"arrival_seed", "time_scale", "max_concurrency", "price_per_hour"}  # fields of BenchJob
+
 
 @dataclass(frozen=True)
 class BenchJob:
-    """Benchmark to run, with checked values. A rate is None for the workload's arrivals."""
+    """Benchmark to run, with checked values.
+
+    Attributes:
+        kind: "offline" or "serve".
+        workload: requests to send.
+        rates: Poisson arrivals per second in each run; None for the workload's arrival times.
+        arrival_seed: seed for Poisson arrivals.
+        time_scale: factor for the workload's arrival times.
+        max_concurrency: maximum number of unfinished requests; None for no limit.
+        slo: limits that goodput counts.
+        price_per_hour: price of the machine; None if unknown.
+        json_path: file for the report; None to write none.
+        plots_dir: directory for plots; None to draw none.
+        live: True to show live statistics on stderr.
+    """
 
     kind: str
     workload: Workload
@@ -43,7 +70,7 @@ class BenchJob:
     arrival_seed: int = 0
     time_scale: float = 1.0
     max_concurrency: int | None = None
-    slo: Slo = field(default_factory=Slo)
+    slo: Slo = NO_SLO
     price_per_hour: float | None = None
     json_path: Path | None = None
     plots_dir: Path | None = None
@@ -51,65 +78,63 @@ class BenchJob:
 
     @property
     def load(self) -> Json:
-        """Report entries about the arrivals."""
+        """The report's entries about the arrivals."""
         return {name: getattr(self, name) for name in ("time_scale", "arrival_seed", "max_concurrency")}
 
-    def arrivals(self, rate: float | None) -> list[float]:
-        """Return the requests' arrival times in seconds."""
+    def timed(self, prompts: Sequence[list[int]], rate: float | None) -> list[TimedRequest]:
+        """Return the workload's requests with their prompts and with arrival times in seconds."""
+        requests = self.workload.requests
         if self.kind == "offline":
-            return [0.0] * len(self.workload.requests)
-        if rate is not None:
-            return poisson_arrivals(self.workload, rate, self.arrival_seed)
-        return [request.arrival_s * self.time_scale for request in self.workload.requests]
+            arrivals = [0.0] * len(requests)
+        elif rate is not None:
+            arrivals = poisson_arrivals(self.workload, rate, self.arrival_seed)
+        else:
+            arrivals = [request.arrival_s * self.time_scale for request in requests]
+        lengths = [request.output_len for request in requests]
+        return [TimedRequest(*request) for request in zip(prompts, lengths, arrivals, strict=True)]
 
 
 def read_job(args: argparse.Namespace) -> BenchJob:
-    """Read the flags; ConfigError before anything is loaded or measured."""
+    """Return the benchmark that the flags describe; ConfigError before anything is loaded or measured."""
+    given = _given_numbers(args)
     workload = load_workload(args.workload)
-    if (num_requests := _at_least(1, "num_requests", args.num_requests)) is not None:
-        workload = workload.resized(num_requests)
-    rates: tuple[float | None, ...] = (None,)
-    options: dict[str, Any] = {}
-    if args.kind == "offline":
-        rates *= _at_least(1, "rounds", args.rounds) or 1
-    else:
-        rates = _read_rates(args, workload)
-        options["arrival_seed"] = _at_least(0, "arrival_seed", args.arrival_seed) or 0
-        options["time_scale"] = _positive("time_scale", args.time_scale) or 1.0
-        options["max_concurrency"] = _at_least(1, "max_concurrency", args.max_concurrency)
-        options["slo"] = Slo(_positive("slo_ttft_ms", args.slo_ttft_ms), _positive("slo_tpot_ms", args.slo_tpot_ms))
+    if "num_requests" in given:
+        workload = workload.resized(given["num_requests"])
     return BenchJob(
         kind=args.kind,
         workload=workload,
-        rates=rates,
-        price_per_hour=_positive("price_per_hour", args.price_per_hour),
+        rates=(None,) * given["rounds"] if args.kind == "offline" else _read_rates(args, workload),
+        slo=Slo(given.get("slo_ttft_ms"), given.get("slo_tpot_ms")),
         json_path=_output_file(args.json),
         plots_dir=_output_dir(args.plots),
         live=args.stats,
-        **options,
+        **{name: given[name] for name in _JOB_NUMBERS & given.keys()},
     )
 
 
-def run_job(engine: DescribedEngine, job: BenchJob) -> Json:
-    """Measure an engine that serves nothing else; see `_measure`.
+def run_job(engine: "DrivenEngine", job: BenchJob) -> Json:
+    """Run a benchmark on an engine that serves nothing else; print, write and return its report.
 
     Raises:
         ConfigError: the engine cannot run the workload; nothing has been measured then.
     """
-    requests = _prompts(engine, job.workload)
-    _warm_up(engine, requests[0][0])  # first, since compilation would lower the measured peak rates
+    for index, request in enumerate(job.workload.requests):
+        _check_fits(engine.schedule, f"request {index} of the workload {job.workload.name}", request)
+    prompts = token_ids(job.workload, engine.arch.vocab_size)
+    wait_until_warm(engine, sys.stderr)  # first, since compilation would lower the measured peak rates
+    run_load(engine, [TimedRequest(prompts[0], output_len=1)])
     sizes = EngineSizes(engine.schedule.page_size, engine.schedule.num_pages, engine.peak_rates())
 
     def run(rate: float | None) -> LoadTrace:
         engine.reset_prefix_cache()
         with StatusLine(engine, sys.stderr) if job.live else contextlib.nullcontext():
-            return run_load(engine, _timed(requests, job, rate), max_concurrency=job.max_concurrency)
+            return run_load(engine, job.timed(prompts, rate), max_concurrency=job.max_concurrency)
 
     return _measure(job, build_report(engine, job.kind, job.workload, job.load), sizes, run)
 
 
 def run_remote_job(server: Server, vocab_size: int, job: BenchJob) -> Json:
-    """Measure a server, which may have other clients; see `_measure`.
+    """Run a benchmark on a server, which may have other clients; print, write and return its report.
 
     Args:
         server: the server.
@@ -120,11 +145,10 @@ def run_remote_job(server: Server, vocab_size: int, job: BenchJob) -> Json:
         ConfigError: the server does not answer, or serves no request.
     """
     prompts = token_ids(job.workload, vocab_size)
-    requests = [(prompt, each.output_len) for prompt, each in zip(prompts, job.workload.requests, strict=True)]
-    run_remote(server, [TimedRequest(requests[0][0], output_len=1)])  # errors show before anything is measured
+    run_remote(server, [TimedRequest(prompts[0], output_len=1)])  # errors show before anything is measured
 
     def run(rate: float | None) -> LoadTrace:
-        return run_remote(server, _timed(requests, job, rate), max_concurrency=job.max_concurrency)
+        return run_remote(server, job.timed(prompts, rate), max_concurrency=job.max_concurrency)
 
     return _measure(job, build_remote_report(server, job.kind, job.workload, job.load), None, run)
 
@@ -145,50 +169,40 @@ def read_server(args: argparse.Namespace, engine_options: Json) -> tuple[Server,
         raise ConfigError(f"a server has its own engine: leave out {others}, or --url")
     if args.stats:
         raise ConfigError("only an engine in this process has stats; leave out --stats or --url")
-    vocab_size = _at_least(LOWEST_ID + 1, "vocab_size", given["vocab_size"]) or DEFAULT_VOCAB_SIZE
+    vocab_size = _given_numbers(args).get("vocab_size", DEFAULT_VOCAB_SIZE)
     return Server.at(args.url, engine_options.get("model"), given["api_key"] or openai_api_key()), vocab_size
 
 
 def _measure(job: BenchJob, report: Json, sizes: EngineSizes | None, run: Callable[[float | None], LoadTrace]) -> Json:
-    """Run a job, print the table, write the requested files, and return the report.
+    """Call `run` with each of the job's rates, print the table, write the requested files, and return the report.
 
     Each run is written when it ends. If a later one fails, the completed ones are still shown.
+
+    Args:
+        job: the benchmark.
+        report: report without runs, which are added to it.
+        sizes: sizes of the engine; None for a server.
+        run: function that sends the load at a rate.
     """
-    setting = Setting(job.slo, job.price_per_hour, sizes)
     try:
         for index, rate in enumerate(job.rates, 1):
-            _log(f"{job.workload.name}: run {index} of {len(job.rates)}{_at(rate)}")
+            at = "" if rate is None else f" at {rate:g} requests/s"
+            _log(f"{job.workload.name}: run {index} of {len(job.rates)}{at}")
             trace = run(rate)
             if trace.failures:
                 _log(f"{len(trace.failures)} requests were not served; the first failed with: {trace.failures[0]}")
-            report["runs"].append({"rate_per_s": "inf" if rate == math.inf else rate, **summarize(trace, setting)})
-            _write(report, job.json_path)
+            figures = summarize(trace, slo=job.slo, price_per_hour=job.price_per_hour, sizes=sizes)
+            report["runs"].append({"rate_per_s": "inf" if rate == math.inf else rate, **figures})
+            if job.json_path is not None:
+                write_whole(job.json_path, json.dumps(report, allow_nan=False).encode() + b"\n")
     finally:
         if report["runs"]:
             _show(report, job)
     return report
 
 
-def _timed(prompts: list[tuple[list[int], int]], job: BenchJob, rate: float | None) -> list[TimedRequest]:
-    return [TimedRequest(*prompt, arrival) for prompt, arrival in zip(prompts, job.arrivals(rate), strict=True)]
-
-
-def _warm_up(engine: MeasuredEngine, prompt: list[int]) -> None:
-    """Compile every program and run one request through the engine."""
-    wait_until_warm(engine, sys.stderr)
-    run_load(engine, [TimedRequest(prompt, output_len=1)])
-
-
-def _prompts(engine: MeasuredEngine, workload: Workload) -> list[tuple[list[int], int]]:
-    """Return each request's prompt and output length; ConfigError if one does not fit."""
-    for index, request in enumerate(workload.requests):
-        _check_fits(engine.schedule, f"request {index} of the workload {workload.name}", request)
-    prompts = token_ids(workload, engine.arch.vocab_size)
-    return [(prompt, request.output_len) for prompt, request in zip(prompts, workload.requests, strict=True)]
-
-
 def _check_fits(schedule: ScheduleConfig, name: str, request: WorkloadRequest) -> None:
-    """Raise ConfigError for a request that the engine would refuse or end early."""
+    """Raise ConfigError for a request that the engine would refuse or end early; `name` names it in the message."""
     num_tokens = request.prompt_len + request.output_len
     tokens = f"{request.prompt_len} prompt and {request.output_len} output tokens"
     if num_tokens > schedule.max_model_len:
@@ -203,12 +217,8 @@ def _check_fits(schedule: ScheduleConfig, name: str, request: WorkloadRequest) -
         )
 
 
-def _write(report: Json, path: Path | None) -> None:
-    if path is not None:
-        write_whole(path, json.dumps(report, allow_nan=False).encode() + b"\n")
-
-
 def _show(report: Json, job: BenchJob) -> None:
+    """Print the report's table, draw its plots if requested, and name the written files on stderr."""
     print(render(report))
     if job.json_path is not None:
         _log(f"figures: {job.json_path}")
@@ -217,7 +227,14 @@ def _show(report: Json, job: BenchJob) -> None:
             _log(f"plot: {path}")
 
 
+def _given_numbers(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the given flags with numbers; ConfigError for one out of its bounds."""
+    given = {name: getattr(args, name, None) for name in _NUMBERS}
+    return {name: _NUMBERS[name].read(name, value, ConfigError) for name, value in given.items() if value is not None}
+
+
 def _read_rates(args: argparse.Namespace, workload: Workload) -> tuple[float | None, ...]:
+    """Return the arrival rates from `--rate`, or None as the only one for the workload's arrival times."""
     if args.rates is None:
         if args.arrival_seed is not None:
             raise ConfigError("arrival_seed draws Poisson arrivals; give --rate, or --rates")
@@ -235,19 +252,8 @@ def _read_rates(args: argparse.Namespace, workload: Workload) -> tuple[float | N
     return rates
 
 
-def _at_least(lowest: int, name: str, value: int | None) -> int | None:
-    if value is not None and value < lowest:
-        raise ConfigError(f"{name} must be at least {lowest}, got {value}")
-    return value
-
-
-def _positive(name: str, value: float | None) -> float | None:
-    if value is not None and not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a positive number, got {value}")
-    return value
-
-
 def _output_file(given: str | None) -> Path | None:
+    """Return the file that `--json` names; ConfigError if it cannot be written."""
     if given is None:
         return None
     path = Path(given).resolve()  # resolved, to write through a symbolic link instead of replacing it
@@ -257,6 +263,7 @@ def _output_file(given: str | None) -> Path | None:
 
 
 def _output_dir(given: str | None) -> Path | None:
+    """Make and return the directory that `--plots` names; ConfigError if files cannot be written in it."""
     if given is None:
         return None
     if (reason := plotting.reason_missing()) is not None:
@@ -271,15 +278,12 @@ def _output_dir(given: str | None) -> Path | None:
 
 
 def _writable(path: Path) -> Path:
+    """Return `path`; ConfigError if the file cannot be written."""
     try:
         check_writable(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return path
-
-
-def _at(rate: float | None) -> str:
-    return "" if rate is None else f" at {rate:g} requests/s"
 
 
 def _log(line: str) -> None:

@@ -13,58 +13,21 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
-from jaxserve.api.config import EngineConfig
-from jaxserve.api.metrics import EngineStats, StepStats
+from jaxserve.api.metrics import EngineStats
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.api.token_ids import TokenIds
-from jaxserve.core.status_line import WatchedEngine
-from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 if TYPE_CHECKING:
-    from jaxserve.models.arch import ArchConfig
-
-
-@runtime_checkable
-class MeasuredEngine(WatchedEngine, Protocol):
-    """Engine that its caller drives step by step, as `DrivenEngine` is.
-
-    Attributes:
-        config: options of the engine.
-        schedule: resolved sizes of steps and pool.
-    """
-
-    config: EngineConfig
-    schedule: ScheduleConfig
-
-    @property
-    def arch(self) -> ArchConfig:
-        """Sizes of the model."""
-
-    def add_request(self, request_id: str, prompt: TokenIds, params: SamplingParams) -> object:
-        """Queue a request; RequestError if it cannot be served."""
-
-    def abort(self, request_id: str) -> object:
-        """End a request if it is unfinished."""
-
-    def has_unfinished(self) -> bool: ...
-
-    def step(self) -> Sequence[RequestOutput]:
-        """Take a step and return the requests that progressed."""
-
-    @property
-    def last_steps(self) -> Sequence[StepStats]:
-        """Statistics of the steps that the last call to `step` completed."""
-
-    def reset_prefix_cache(self) -> None: ...
+    from jaxserve.assembly.driven import DrivenEngine
 
 
 class Clock:
     """The machine's clock; a simulated clock overrides both methods."""
 
     def now_s(self) -> float:
+        """Return the time in seconds, from any origin."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
@@ -148,7 +111,7 @@ class LoadTrace:
 
 
 def run_load(
-    engine: MeasuredEngine,
+    engine: DrivenEngine,
     requests: Sequence[TimedRequest],
     clock: Clock | None = None,
     *,
@@ -169,10 +132,17 @@ def run_load(
 
 
 class _OpenLoop:
-    """One run: queue the requests that are due, step the engine, record when tokens arrive."""
+    """One run of a load: it queues requests when they are due, steps the engine, and records when tokens arrive.
+
+    Args:
+        engine: engine without requests.
+        requests: requests to serve.
+        clock: clock by which requests are due and tokens are timed.
+        max_concurrency: maximum number of unfinished requests.
+    """
 
     def __init__(
-        self, engine: MeasuredEngine, requests: Sequence[TimedRequest], clock: Clock, max_concurrency: int
+        self, engine: DrivenEngine, requests: Sequence[TimedRequest], clock: Clock, max_concurrency: int
     ) -> None:
         self._engine, self._requests, self._clock = engine, requests, clock
         self._due = deque(sorted(range(len(requests)), key=lambda index: requests[index].arrival_s))
@@ -182,6 +152,7 @@ class _OpenLoop:
         self._start_s = 0.0
 
     def run(self) -> LoadTrace:
+        """Serve all requests and return the trace; if one fails, abort the others and raise its error."""
         before = dataclasses.replace(self._engine.stats)
         self._start_s = self._clock.now_s()
         try:
@@ -196,9 +167,11 @@ class _OpenLoop:
         return LoadTrace(self._traces, elapsed_s, EngineTrace(self._steps, self._engine.stats.since(before)))
 
     def _now_s(self) -> float:
+        """Return the seconds since the start of the run."""
         return self._clock.now_s() - self._start_s
 
     def _queue_due(self) -> None:
+        """Give the engine every request that is due, as far as the concurrency limit allows."""
         now_s = self._now_s()
         for _ in range(self._num_due(now_s)):
             index = self._due.popleft()
@@ -208,10 +181,11 @@ class _OpenLoop:
             self._engine.add_request(_request_id(index), request.prompt, params)
 
     def _step_or_wait(self) -> None:
+        """Take one engine step and record its tokens; if the engine is idle, sleep until the next request is due."""
         if self._engine.has_unfinished():
             outputs = self._engine.step()
             now_s = self._now_s()
-            self._sample(now_s)
+            self._sample_steps(now_s)
             for output in outputs:
                 self._note_tokens(output, now_s)
         elif self._due:
@@ -219,6 +193,7 @@ class _OpenLoop:
             self._steps.append(StepSample(self._now_s()))  # idle
 
     def _note_tokens(self, output: RequestOutput, now_s: float) -> None:
+        """Record `now_s` as the arrival time of a request's new tokens; if it has ended, free its client."""
         trace = self._traces[int(output.request_id.removeprefix(_PREFIX))]
         num_new = len(output.outputs[0].token_ids) - len(trace.token_s)
         trace.token_s += [now_s] * num_new
@@ -226,7 +201,8 @@ class _OpenLoop:
             trace.num_cached_tokens = output.num_cached_tokens
             self._free_since_s.append(now_s)
 
-    def _sample(self, now_s: float) -> None:
+    def _sample_steps(self, now_s: float) -> None:
+        """Append the state of each replica, whose step has ended at `now_s`, to the engine's trace."""
         for step in self._engine.last_steps:
             num_waiting = step.num_waiting + self._num_due(now_s)
             self._steps.append(StepSample(now_s, step.num_rows, step.num_tokens, step.num_pages_used, num_waiting))

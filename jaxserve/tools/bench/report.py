@@ -5,30 +5,31 @@ import platform
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from jaxserve import __version__
 from jaxserve.assembly.memory import pool_dtype
 from jaxserve.assembly.parameters import compute_dtype, storage_name
-from jaxserve.execution.roofline import Device
 from jaxserve.models import registry
-from jaxserve.tools.bench.load import MeasuredEngine
 from jaxserve.tools.bench.remote import Server
 from jaxserve.tools.bench.summary import Json
 from jaxserve.tools.bench.workloads import Workload
 
+if TYPE_CHECKING:
+    from jaxserve.assembly.driven import DrivenEngine
+
 FORMAT = "jaxserve-bench-2"
 
 
-@runtime_checkable
-class DescribedEngine(MeasuredEngine, Protocol):
-    """Engine that describes its device, which may belong to another process."""
+def build_report(engine: "DrivenEngine", kind: str, workload: Workload, load: Json) -> Json:
+    """Return the JSON report of a benchmark on an engine in this process, still without runs.
 
-    def describe_device(self) -> Device: ...
-
-
-def build_report(engine: DescribedEngine, kind: str, workload: Workload, load: Json) -> Json:
-    """Return the report that `--json` writes, without runs; `load` describes the arrivals."""
+    Args:
+        engine: engine whose device, model and configuration are described.
+        kind: "offline" or "serve".
+        workload: workload whose sizes are described.
+        load: entries that describe the arrivals.
+    """
     device = engine.describe_device()
     dtype = compute_dtype(engine.config, engine.arch, on_cpu=device.platform == "cpu")
     return _head(kind) | {
@@ -50,12 +51,13 @@ def build_report(engine: DescribedEngine, kind: str, workload: Workload, load: J
 
 
 def build_remote_report(server: Server, kind: str, workload: Workload, load: Json) -> Json:
-    """Return the report for a load on a server, which is known only by its replies."""
+    """Return the JSON report of a benchmark on a server, still without runs; arguments as for `build_report`."""
     described = {"url": server.url, "model": server.model}
     return _head(kind) | {"server": described, "workload": _described(workload) | load, "runs": []}
 
 
 def _head(kind: str) -> Json:
+    """Return the entries that every report begins with: format, kind, time and package versions."""
     return {
         "format": FORMAT,
         "kind": kind,
@@ -71,6 +73,7 @@ def _head(kind: str) -> Json:
 
 
 def _described(workload: Workload) -> Json:
+    """Return a workload's name, seed, and numbers of requests and tokens."""
     return {
         "name": workload.name,
         "seed": workload.seed,
@@ -81,7 +84,10 @@ def _described(workload: Workload) -> Json:
 
 
 def offered_rate(run: Json) -> float | None:
-    """Return the requests per second; None for the workload's arrivals. JSON has infinity as a string."""
+    """Return the requests per second at which a run's requests arrived; None for the workload's arrival times.
+
+    Infinity is a string in JSON.
+    """
     return None if run["rate_per_s"] is None else float(run["rate_per_s"])
 
 

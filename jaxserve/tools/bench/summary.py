@@ -25,47 +25,47 @@ class Slo:
     tpot_ms: float | None = None
 
     def is_met_by(self, request: RequestTrace) -> bool:
+        """Return whether a request's TTFT and TPOT are within the limits."""
         in_time = self.ttft_ms is None or request.ttft_s * 1e3 <= self.ttft_ms
         return in_time and (self.tpot_ms is None or (request.tpot_s or 0.0) * 1e3 <= self.tpot_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """Engine sizes and rates that step figures depend on."""
+    """Sizes and peak rates of an engine, by which its page occupancy and efficiency are counted."""
 
     page_size: int
     num_pages: int
     peak_rates: PeakRates
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """Context that a run's figures depend on; `engine` is None for a server."""
-
-    slo: Slo = Slo()
-    price_per_hour: float | None = None
-    engine: EngineSizes | None = None
+NO_SLO = Slo()
 
 
-def summarize(trace: LoadTrace, setting: Setting) -> Json:
-    """Return a run's figures as a JSON object; step figures only for an engine in this process."""
-    figures = _requests(trace, setting)
-    if trace.engine is not None and setting.engine is not None:
-        figures |= _steps(trace.engine, setting.engine) | {"timeline": _timeline(trace.engine)}
-    return figures
+def summarize(
+    trace: LoadTrace, *, slo: Slo = NO_SLO, price_per_hour: float | None = None, sizes: EngineSizes | None = None
+) -> Json:
+    """Return a run's figures as a JSON object.
 
-
-def _requests(trace: LoadTrace, setting: Setting) -> Json:
-    return {
+    Args:
+        trace: trace of the run.
+        slo: limits that goodput counts.
+        price_per_hour: price of the machine, for the cost of tokens.
+        sizes: sizes of the engine, for figures about its steps; None for a server, whose steps are unknown.
+    """
+    figures = {
         **_throughput(trace),
         "ttft_ms": percentiles([r.ttft_s * 1e3 for r in trace.requests]),
         "tpot_ms": percentiles([r.tpot_s * 1e3 for r in trace.requests if r.tpot_s is not None]),
         "itl_ms": percentiles([gap * 1e3 for r in trace.requests for gap in r.itls_s]),
         "e2e_ms": percentiles([r.e2e_s * 1e3 for r in trace.requests]),
-        "goodput": _goodput(trace, setting.slo),
-        "cost": _cost(trace, setting.price_per_hour),
+        "goodput": _goodput(trace, slo),
+        "cost": _cost(trace, price_per_hour),
         "requests": [_request(r) for r in trace.requests],
     }
+    if trace.engine is not None and sizes is not None:
+        figures |= _steps(trace.engine, sizes) | {"timeline": _timeline(trace.engine)}
+    return figures
 
 
 def percentiles(values: Sequence[float]) -> Json:
@@ -79,6 +79,7 @@ def percentiles(values: Sequence[float]) -> Json:
 
 
 def _throughput(trace: LoadTrace) -> Json:
+    """Return a run's numbers of requests and tokens, and the same per second."""
     num_prompt = sum(r.num_prompt_tokens for r in trace.requests)
     num_output = sum(len(r.token_s) for r in trace.requests)
     num_cached = sum(r.num_cached_tokens for r in trace.requests)
@@ -96,6 +97,7 @@ def _throughput(trace: LoadTrace) -> Json:
 
 
 def _steps(trace: EngineTrace, sizes: EngineSizes) -> Json:
+    """Return figures about the engine's steps: times per step, padding, occupancy, queue and efficiency."""
     stats, steps = trace.stats, max(1, trace.stats.num_steps)
     split = stats.split(sizes.peak_rates)
     busy = [s for s in trace.steps if s.num_rows]
@@ -118,12 +120,13 @@ def _steps(trace: EngineTrace, sizes: EngineSizes) -> Json:
 
 
 def _mean_and_max(values: Sequence[float] | Sequence[int]) -> Json:
+    """Return the mean and maximum of some values; zeros if there are none."""
     return {"mean": float(np.mean(values)), "max": float(max(values))} if values else {"mean": 0.0, "max": 0.0}
 
 
 def _goodput(trace: LoadTrace, slo: Slo) -> Json | None:
     """Return the rate of requests that met every limit (DistServe, Zhong et al., 2024); None without limits."""
-    if slo == Slo():
+    if slo == NO_SLO:
         return None
     num_met = sum(slo.is_met_by(r) for r in trace.requests)
     return {
@@ -148,17 +151,14 @@ def _cost(trace: LoadTrace, price_per_hour: float | None) -> Json | None:
 
 
 def _timeline(trace: EngineTrace) -> Json:
-    """Return one list per quantity, with an entry at the end of each replica's step and each idle wait."""
-    return {
-        "time_s": [round(s.time_s, 6) for s in trace.steps],
-        "num_rows": [s.num_rows for s in trace.steps],
-        "num_tokens": [s.num_tokens for s in trace.steps],
-        "num_pages_used": [s.num_pages_used for s in trace.steps],
-        "num_waiting": [s.num_waiting for s in trace.steps],
-    }
+    """Return the engine's state over time: a list per quantity, with an entry per replica step and idle wait."""
+    counts = ("num_rows", "num_tokens", "num_pages_used", "num_waiting")
+    times = {"time_s": [round(step.time_s, 6) for step in trace.steps]}
+    return times | {name: [getattr(step, name) for step in trace.steps] for name in counts}
 
 
 def _request(request: RequestTrace) -> Json:
+    """Return one request's arrival time, numbers of tokens and latencies."""
     return {
         "arrival_s": request.arrival_s,
         "num_prompt_tokens": request.num_prompt_tokens,
