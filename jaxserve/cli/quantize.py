@@ -1,16 +1,27 @@
 """Command `jaxserve quantize`: write a checkpoint with quantised weights."""
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 
 from jaxserve.cli.command import Command
+from jaxserve.cli.config_flags import add_config_flags, config_options
 from jaxserve.errors import ConfigError
 from jaxserve.system import signals
-from jaxserve.tools.quantizer.flags import add_quantize, quantize_options
+from jaxserve.tools.quantizer.scheme import SCHEMES, QuantizeOptions
+
+_GROUP = "quantization"
+
+
+def _add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="MODEL", help="directory with an unquantised checkpoint")
+    parser.add_argument("target", metavar="OUT", help="directory to write, absent or empty")
+    text = "; ".join(f"{name}: {scheme.summary}" for name, scheme in SCHEMES.items())
+    parser.add_argument("--scheme", required=True, choices=list(SCHEMES), help=text)
+    add_config_flags(parser, _GROUP, QuantizeOptions, ("scheme", "max_shard_bytes"))
 
 
 def _run(args: Namespace) -> int:
-    options = quantize_options(args)
+    options = QuantizeOptions(args.scheme, **config_options(args, _GROUP))
     from jaxserve import weights  # noqa: PLC0415 - imports jax
     from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint  # noqa: PLC0415 - imports jax
 
@@ -21,9 +32,9 @@ def _run(args: Namespace) -> int:
         raise ConfigError(str(error)) from error
     groups = f" in groups of {done.group_size}" if done.group_size else ""
     errors = list(done.errors.values())
-    of = "outputs" if options.kind.is_calibrated else "weights"
+    compared = "outputs" if options.kind.is_calibrated else "weights"
     print(
-        f"{args.target}: {options.scheme}{groups}, {done.num_bytes / 1e6:.1f} MB; squared error of {of} "
+        f"{args.target}: {options.scheme}{groups}, {done.num_bytes / 1e6:.1f} MB; squared error of {compared} "
         f"{sum(errors) / len(errors):.2e}, at most {max(errors):.2e}",
         file=sys.stderr,
     )
@@ -33,7 +44,7 @@ def _run(args: Namespace) -> int:
 COMMAND = Command(
     "quantize",
     "quantise a checkpoint's weights, in the compressed-tensors format",
-    add_quantize,
+    _add_flags,
     _run,
     on_interrupt="; the partial output was deleted",
 )

@@ -50,6 +50,7 @@ def calibration_sequences(
 
 
 def _take(ids: Iterable[list[int]], wanted: int) -> Iterator[int]:
+    """Yield the first `wanted` token ids of documents; later documents are not read."""
     left = wanted
     for document in ids:
         yield from document[:left]
@@ -59,6 +60,7 @@ def _take(ids: Iterable[list[int]], wanted: int) -> Iterator[int]:
 
 
 def _token_ids(documents: Iterator[Document], model: Path) -> Iterator[list[int]]:
+    """Yield each document's token ids; the tokenizer in `model` is loaded at the first text."""
     tokenizer = None
     for document in documents:
         if isinstance(document, list):
@@ -72,6 +74,7 @@ def _token_ids(documents: Iterator[Document], model: Path) -> Iterator[list[int]
 
 
 def _documents(file: Path) -> Iterator[Document]:
+    """Yield a calibration file's documents: one per line of a .jsonl or .json file, else the text as a whole."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -87,6 +90,7 @@ def _documents(file: Path) -> Iterator[Document]:
 
 
 def _document(line: str, where: str) -> Document:
+    """Return the `text` or `token_ids` in a JSON line; ConfigError names its place, `where`, if it has neither."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:

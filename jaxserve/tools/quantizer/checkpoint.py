@@ -81,26 +81,7 @@ def quantize_checkpoint(
     source = Path(source)
     hf_config = weights.read_config(source)
     arch = registry.from_hf_config(hf_config)
-    if arch.schemes is not None:
-        raise ConfigError(
-            f"the source must be an unquantised checkpoint, but {source} is quantised by {arch.schemes.method}"
-        )
-    if arch.experts is not None:
-        raise ConfigError(
-            f"the model must have no experts, whose matrices are not quantised yet, got {arch.architecture}; "
-            f'quantise it while it is loaded with quantization="int8"'
-        )
-    attentions = {(layer.kv, layer.k_eq_v, layer.kv_source) for layer in arch.attention_layers}
-    if len(attentions) > 1 or arch.per_layer_embeddings is not None:
-        raise ConfigError(
-            f"the model must have attention of one kind of heads, as layers are quantised one by one, got "
-            f'{arch.architecture}; quantise it while it is loaded with quantization="int8"'
-        )
-    if arch.state is not None:
-        raise ConfigError(
-            f"the model must have attention in all layers, as states of layers are not calibrated yet, got "
-            f'{arch.architecture}; quantise it while it is loaded with quantization="int8"'
-        )
+    _check_supported(arch, source)
     grid = make_grid(options, arch)
     checkpoint = weights.open_checkpoint(source, registry.param_specs(arch))
     sequences = None
@@ -124,8 +105,33 @@ def quantize_checkpoint(
     return QuantizedCheckpoint(sum(tensor.nbytes for tensor in tensors.values()), run.errors, group_size)
 
 
+def _check_supported(arch: ArchConfig, source: Path) -> None:
+    """Raise ConfigError for a model whose layers cannot be quantised one by one; `source` is its checkpoint."""
+    if arch.schemes is not None:
+        raise ConfigError(
+            f"the source must be an unquantised checkpoint, but {source} is quantised by {arch.schemes.method}"
+        )
+    attentions = {(layer.kv, layer.k_eq_v, layer.kv_source) for layer in arch.attention_layers}
+    is_broken = {
+        "no experts, whose matrices are not quantised yet": arch.experts is not None,
+        "attention of one kind of heads, as layers are quantised one by one": (
+            len(attentions) > 1 or arch.per_layer_embeddings is not None
+        ),
+        "attention in all layers, as states of layers are not calibrated yet": arch.state is not None,
+    }
+    for rule in (rule for rule, broken in is_broken.items() if broken):
+        raise ConfigError(
+            f"the model must have {rule}, got {arch.architecture}; "
+            'quantise it while it is loaded with quantization="int8"'
+        )
+
+
 def make_grid(options: QuantizeOptions, arch: ArchConfig) -> Grid:
-    """Return the scheme's grid for a model; ConfigError if they do not suit each other."""
+    """Return the grid that `options.scheme` has for a model's matrices.
+
+    Raises:
+        ConfigError: the model's layout or matrix sizes do not suit the scheme.
+    """
     specs = [spec for spec in registry.param_specs(arch) if _is_quantized(spec)]
     if any(spec.transposed for spec in specs):
         raise ConfigError(
@@ -151,12 +157,19 @@ def make_grid(options: QuantizeOptions, arch: ArchConfig) -> Grid:
 
 
 def _is_quantized(spec: ParamSpec) -> bool:
+    """Return whether a parameter is a matrix in a layer; others keep their dtype."""
     return spec.is_matrix and spec.path[0] == "layers"
 
 
 @dataclass(frozen=True)
 class _PendingTensor:
-    """Tensor that is computed when it is written."""
+    """Tensor that is computed when it is written, that is when numpy asks for its array.
+
+    Attributes:
+        shape: shape of the array.
+        dtype: dtype of the array.
+        read: function that computes the array.
+    """
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -171,7 +184,14 @@ class _PendingTensor:
 
 
 class _Run:
-    """Computation of a checkpoint, layer after layer, driven by whoever reads its tensors in their order.
+    """Computation of a quantised checkpoint, layer after layer, driven by whoever reads its tensors in their order.
+
+    Args:
+        checkpoint: unquantised checkpoint.
+        arch: its model.
+        options: scheme and calibration options.
+        grid: values that quantised weights can have.
+        sequences: token ids [sequences, tokens] for calibration; None for schemes without.
 
     Attributes:
         errors: error of each finished matrix; see `QuantizedCheckpoint`.
@@ -210,11 +230,12 @@ class _Run:
             name: self._checkpoint.tensors[name] for spec in self._others for name in spec.hf_names
         }
         for layer, specs in enumerate(self._layers):
-            for name, struct in self._structs(specs):
+            for name, struct in self._shapes(specs):
                 found[name] = _PendingTensor(struct.shape, struct.dtype, self._reader(layer, name))
         return found
 
-    def _structs(self, specs: Sequence[ParamSpec]) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
+    def _shapes(self, specs: Sequence[ParamSpec]) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
+        """Yield name, shape and dtype of every tensor that a layer's parameters have in the new checkpoint."""
         for spec in specs:
             for name, shape in hf_shapes(spec).items():
                 if _is_quantized(spec):
@@ -223,6 +244,8 @@ class _Run:
                     yield name, jax.ShapeDtypeStruct(shape, self._checkpoint.tensors[name].dtype)
 
     def _reader(self, layer: int, name: str) -> Callable[[], NDArray[Any]]:
+        """Return the function that returns a tensor's array, and that quantises its layer first if it is not yet."""
+
         def read() -> NDArray[Any]:
             if name not in self._done:
                 assert not self._done, "tensors are read in their order"
@@ -232,6 +255,7 @@ class _Run:
         return read
 
     def _quantize_layer(self, layer: int) -> None:
+        """Calibrate, smooth and round a layer; keep its tensors in `_done`, and its outputs as the next inputs."""
         specs = [dataclasses.replace(spec, path=spec.path[2:]) for spec in self._layers[layer]]
         matrices = {str(spec.path[0]): spec for spec in specs if spec.is_matrix}
         p = self._checkpoint.load(specs, jnp.float32)
@@ -243,7 +267,8 @@ class _Run:
             for x in self._inputs:
                 stats = layer_stats(p, self._arch, layer, jnp.asarray(x), stats)
                 self.stepped(1)
-        p, stats = self._smoothed(p, specs, stats)
+        if self._options.kind.smoothing is not None:
+            p, stats = self._smoothed(p, specs, matrices, stats)
         for spec in specs:
             if not spec.is_matrix:
                 self._keep(spec, leaf_at(p, spec.path))
@@ -255,7 +280,7 @@ class _Run:
             self.stepped(1)
 
     def _embedded(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[Any]]:
-        """Return the first layer's inputs."""
+        """Return the embeddings of each batch of token ids, which are the first layer's inputs."""
         wanted = (("embed",), (POSITION_EMBED,), ("final_norm",))
         params = self._checkpoint.load([spec for spec in self._others if spec.path[:1] in wanted], jnp.float32)
         embed = jax.jit(decoder.embed_tokens, static_argnums=1)
@@ -266,15 +291,23 @@ class _Run:
 
         return [hidden(ids) for ids in sequences]
 
-    def _smoothed(self, p: Params, specs: Sequence[ParamSpec], stats: Stats) -> tuple[Params, Stats]:
-        """Return the layer and its statistics with the scheme's factors moved."""
-        scheme, family, stats = self._options.kind, registry.family(self._arch), dict(stats)
-        matrices = {str(spec.path[0]): spec for spec in specs if spec.is_matrix}
-        for fold in family.folds if scheme.smoothing else ():
-            if scheme.smoothing == "smoothquant" and fold.part is not None:
+    def _smoothed(
+        self, p: Params, specs: Sequence[ParamSpec], matrices: Mapping[str, ParamSpec], stats: Stats
+    ) -> tuple[Params, Stats]:
+        """Return a layer's parameters, and its statistics, after the scheme's smoothing has moved factors per channel.
+
+        Args:
+            p: parameters of the layer.
+            specs: specs of all its parameters.
+            matrices: specs of its matrices, by name.
+            stats: statistics of the matrices' inputs.
+        """
+        method, family, stats = self._options.kind.smoothing, registry.family(self._arch), dict(stats)
+        for fold in family.folds:
+            if method == "smoothquant" and fold.part is not None:
                 continue  # the paper does not change these inputs
             channels, weight = Channels.from_fold(fold, matrices), p[fold.target]
-            if scheme.smoothing == "awq":
+            if method == "awq":
                 factors = search_factors(weight, stats[fold.target], channels, self._grid)
             else:
                 strength = self._options.smoothing_strength
@@ -286,7 +319,7 @@ class _Run:
         return p, stats
 
     def _round(self, spec: ParamSpec, weight: Array, stats: InputStats | None) -> Array:
-        """Round a matrix, keep its tensors for the file, and return their values."""
+        """Round a matrix, keep its tensors for the file and its error, and return the rounded weights."""
         counts = hf_row_counts(spec)
         in_parts = self._grid.rows > 1  # each checkpoint tensor has its own blocks
         names = [[name] for name in counts] if in_parts else [list(counts)]
@@ -298,6 +331,7 @@ class _Run:
         return rounded.values
 
     def _add_tensors(self, counts: Mapping[str, int], codes: NDArray[Any], scale: NDArray[Any]) -> None:
+        """Keep the tensors of checkpoint matrices, which have `counts` rows each of `codes` and `scale`."""
         start = 0
         for name, num_rows in counts.items():
             rows = slice(start, start + num_rows)
@@ -306,7 +340,7 @@ class _Run:
             start += num_rows
 
     def _keep(self, spec: ParamSpec, array: Array) -> None:
-        """Keep an unquantised tensor in the dtype that it had."""
+        """Keep an unquantised parameter's tensors for the file, in the dtypes that the source has."""
         start = 0
         for name, num_rows in hf_row_counts(spec).items():
             dtype = self._checkpoint.tensors[name].dtype
@@ -318,8 +352,8 @@ class _Rounded(NamedTuple):
     """A rounded matrix.
 
     Attributes:
-        codes: codes for each part.
-        scales: scales for each part.
+        codes: codes of each part, which is rounded separately.
+        scales: scales of each part.
         values: rounded weights of the whole matrix.
         error: relative error; see `QuantizedCheckpoint.errors`.
     """
@@ -332,7 +366,15 @@ class _Rounded(NamedTuple):
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _rounded(weight: Array, stats: InputStats | None, sizes: tuple[int, ...], scheme: Scheme, grid: Grid) -> _Rounded:
-    """Round parts with `sizes` rows, in one program for each shape."""
+    """Round a matrix by the scheme, in parts with `sizes` rows; one program for each shape.
+
+    Args:
+        weight: matrix [out, in].
+        stats: statistics of its inputs; None rounds to the nearest values.
+        sizes: rows of each part, which has scales of its own.
+        scheme: rounding method.
+        grid: grid of the codes.
+    """
     parts = jnp.split(weight, np.cumsum(sizes)[:-1])
     codes, scales = map(list, zip(*(_choose(scheme, grid, part, stats) for part in parts), strict=True))
     values = jnp.concatenate([grid.decode(*part) for part in zip(codes, scales, strict=True)])
@@ -340,7 +382,7 @@ def _rounded(weight: Array, stats: InputStats | None, sizes: tuple[int, ...], sc
 
 
 def _choose(scheme: Scheme, grid: Grid, weight: Array, stats: InputStats | None) -> tuple[Array, Array]:
-    """Return a matrix's codes and scales by the scheme's rounding."""
+    """Return a matrix's codes and scales by the scheme's rounding method, nearest values if there are no `stats`."""
     if scheme.rounding == "nearest" or stats is None:
         return round_to_nearest(weight, grid)
     scale = search_scales(weight, stats.gram, grid)
@@ -350,6 +392,7 @@ def _choose(scheme: Scheme, grid: Grid, weight: Array, stats: InputStats | None)
 
 
 def _relative_error(weight: Array, values: Array, stats: InputStats | None) -> Array:
+    """Return the squared error of rounded `values`, in outputs if input statistics are known, else in weights."""
     if stats is None:
         error, total = jnp.sum(jnp.square(weight - values)), jnp.sum(jnp.square(weight))
     else:
@@ -358,7 +401,7 @@ def _relative_error(weight: Array, values: Array, stats: InputStats | None) -> A
 
 
 def _batches(sequences: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-    """Return the sequences in equal batches, so that layers with the same spec share a program."""
+    """Divide sequences [sequences, tokens] into batches of equal size, so that layers with one spec share a program."""
     count, length = sequences.shape
     size = next(n for n in range(max(1, min(count, _BATCH_TOKENS // length)), 0, -1) if count % n == 0)
     return np.split(sequences, count // size)

@@ -13,7 +13,7 @@ _FLOAT8_MAX = 448.0
 
 @dataclass(frozen=True)
 class Grid:
-    """Possible values of a quantised weight, which is a code times its region's scale; hashable.
+    """Values that a quantised weight can have: a code times the scale of its region of the matrix; hashable.
 
     Attributes:
         bits: bits per code.
@@ -31,10 +31,11 @@ class Grid:
 
     @property
     def code_dtype(self) -> np.dtype:
+        """dtype of an array of codes."""
         return np.dtype(FLOAT8 if self.is_float else np.int8)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return the number of scales along each matrix axis; regions at the edges may be smaller."""
+        """Return the shape of the scales for a matrix of `shape` [out, in]; regions at the edges may be smaller."""
         return -(-shape[0] // self.rows), -(-shape[1] // (self.columns or shape[1]))
 
     def scales(self, weight: Float[Array, "out in"]) -> Float[Array, "row_regions column_regions"]:
@@ -55,7 +56,7 @@ class Grid:
         return jnp.where(rounded == 0, jnp.ones_like(rounded), rounded)
 
     def spread(self, scale: Float[Array, "row_regions column_regions"], shape: tuple[int, ...]) -> Any:
-        """Return every weight's scale."""
+        """Repeat regions' scales, so that each weight of a matrix of `shape` has its own."""
         rows = jnp.repeat(scale, self.rows, axis=0)[: shape[0]]
         return jnp.repeat(rows, self.columns or shape[1], axis=1)[:, : shape[1]]
 
@@ -69,16 +70,17 @@ class Grid:
     def encode(
         self, weight: Float[Array, "out in"], scale: Float[Array, "row_regions column_regions"]
     ) -> Shaped[Array, "out in"]:
-        """Return each weight's nearest code."""
+        """Return the code whose value is nearest to each weight, given the regions' scales."""
         return self.nearest(weight / self.spread(scale, weight.shape))
 
     def decode(
         self, codes: Shaped[Array, "out in"], scale: Float[Array, "row_regions column_regions"]
     ) -> Float[Array, "out in"]:
+        """Return the weights that codes and regions' scales stand for."""
         return codes.astype(scale.dtype) * self.spread(scale, codes.shape)
 
     def rounded(
         self, weight: Float[Array, "out in"], scale: Float[Array, "row_regions column_regions"]
     ) -> Float[Array, "out in"]:
-        """Return each weight's nearest value on the grid."""
+        """Return the value on the grid that is nearest to each weight, given the regions' scales."""
         return self.decode(self.encode(weight, scale), scale)

@@ -23,12 +23,12 @@ Stats = dict[str, InputStats]
 
 
 def layer_outputs(p: Params, arch: ArchConfig, layer: int, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    outputs, _ = _run(p, x, {}, arch=arch, kind=_kind(arch, layer))
-    return outputs
+    """Return the hidden states after a layer with the parameters `p`, given those before it, `x`."""
+    return _run(p, x, {}, arch=arch, kind=_kind(arch, layer))[0]
 
 
 def layer_stats(p: Params, arch: ArchConfig, layer: int, x: Float[Array, "B S D"], stats: Stats) -> Stats:
-    """Return `stats` with some sequences added; donates `stats`."""
+    """Return `stats`, which are donated, with the inputs added that a layer's matrices get for hidden states `x`."""
     return _add_stats(p, x, stats, arch=arch, kind=_kind(arch, layer))
 
 
@@ -53,6 +53,15 @@ def _run(p: Params, x: Array, stats: Stats, *, arch: ArchConfig, kind: int) -> t
 
 
 def _apply(p: Params, x: Array, stats: Stats, arch: ArchConfig, kind: int) -> tuple[Array, Stats]:
+    """Return a layer's outputs, and `stats` with the inputs of the matrices that they name added.
+
+    Args:
+        p: parameters of the layer.
+        x: hidden states [batch, sequence, D] before the layer.
+        stats: statistics by matrix.
+        arch: the model.
+        kind: index of a layer with the same spec.
+    """
     B, S, D = x.shape
     tokens = TokenContext(jnp.tile(jnp.arange(S), B), _SequenceAttention(S))
     rotated = rotation(tokens.position, arch.ropes[kind], arch.attention.head_dim)

@@ -74,7 +74,7 @@ def stored_tensors(name: str, shape: tuple[int, int], scheme: Scheme, grid: Grid
 def encode_tensors(
     name: str, codes: NDArray[Any], scale: NDArray[Any], scheme: Scheme, grid: Grid
 ) -> Mapping[str, NDArray[Any]]:
-    """Return the tensors that `stored_tensors` describes."""
+    """Return a matrix's tensors by name, as `stored_tensors` describes them, from its codes and scales."""
     scale = scale.astype(grid.scale_dtype)
     if scheme.layout != "pack-quantized":
         return {name: codes, f"{name}_scale": scale}
@@ -93,4 +93,5 @@ def pack(codes: NDArray[np.int8], bits: int) -> NDArray[np.int32]:
 
 
 def scale_dtype(checkpoint_dtype: str) -> np.dtype:
+    """Return the dtype in which scales are stored: that of the checkpoint's other tensors."""
     return np.dtype(ml_dtypes.bfloat16) if checkpoint_dtype == "bfloat16" else np.dtype(checkpoint_dtype)

@@ -19,13 +19,13 @@ _RATIOS = tuple(1.1 - 0.025 * step for step in range(27))  # tried scales, relat
 
 
 def output_error(difference: Float[Array, "out in"], gram: Float[Array, "in in"]) -> Float[Array, ""]:
-    """Return the squared output error for a weight difference, over the inputs summed in a Gram matrix."""
+    """Return the squared change of a matrix's outputs for a change of its weights, over the inputs of a Gram matrix."""
     return jnp.sum(jnp.matmul(difference, gram, precision=lax.Precision.HIGHEST) * difference)
 
 
 @partial(jax.jit, static_argnames="grid")
 def round_to_nearest(weight: Float[Array, "out in"], grid: Grid) -> tuple[Codes, Scales]:
-    """Return `Grid.scales` and the nearest codes."""
+    """Return a matrix's nearest codes on the grid and its scales, by which the largest weight has the largest code."""
     scale = grid.scales(weight)
     return grid.encode(weight, scale), scale
 
@@ -58,7 +58,7 @@ def search_scales(weight: Float[Array, "out in"], gram: Float[Array, "in in"], g
 
 @partial(jax.jit, static_argnames="grid")
 def gptq(weight: Float[Array, "out in"], gram: Float[Array, "in in"], scale: Scales, grid: Grid) -> Codes:
-    """Round column after column; later columns compensate each column's error (GPTQ, Frantar et al. 2022).
+    """Return a matrix's codes, rounded column by column so that later ones compensate errors (GPTQ, Frantar 2022).
 
     Columns with the largest inputs come first ("act-order"). The scales are given, so that the file does not depend on
     this order ("static groups").

@@ -35,6 +35,7 @@ class Scheme:
 
     @property
     def is_float(self) -> bool:
+        """True for float8 weights, False for integers."""
         return self.layout == "float-quantized"
 
     @property
@@ -94,4 +95,5 @@ class QuantizeOptions:
 
     @property
     def kind(self) -> Scheme:
+        """The scheme that `scheme` names."""
         return SCHEMES[self.scheme]

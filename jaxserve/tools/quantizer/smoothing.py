@@ -36,17 +36,18 @@ class InputStats(NamedTuple):
 
     @classmethod
     def empty(cls, size: int) -> "InputStats":
+        """Return the sums over no inputs, for a matrix with `size` input channels."""
         return cls(jnp.zeros((size, size)), jnp.zeros(size), jnp.zeros(size))
 
     def add(self, x: Float[Array, "T in"]) -> "InputStats":
-        """Return the sums with some tokens added."""
+        """Return the sums with the inputs `x` of T tokens added."""
         x = x.astype(jnp.float32)
         gram = self.gram + jnp.matmul(x.T, x, precision=lax.Precision.HIGHEST)
         size = jnp.abs(x)
         return InputStats(gram, self.magnitude + size.sum(0), jnp.maximum(self.peak, size.max(0)))
 
     def divided(self, factor: Float[Array, " in"]) -> "InputStats":
-        """Return the sums for inputs divided by a factor per channel."""
+        """Return the sums that inputs would have if each channel were divided by its factor."""
         gram = self.gram / factor[:, None] / factor[None, :]
         return InputStats(gram, self.magnitude / jnp.abs(factor), self.peak / jnp.abs(factor))
 
@@ -66,6 +67,7 @@ class Channels(NamedTuple):
 
     @classmethod
     def from_fold(cls, fold: Fold, specs: Mapping[str, ParamSpec]) -> "Channels":
+        """Return the channels between a fold's source and target; `specs` are the layer's matrices by name."""
         num_inputs = specs[fold.target].shape[1]
         if fold.part is None:
             return cls(1, 1, num_inputs)
@@ -74,11 +76,11 @@ class Channels(NamedTuple):
         return cls(heads, num_inputs // num_channels, num_channels // heads)
 
     def split(self, inputs: Float[Array, " in"]) -> Float[Array, "heads group size"]:
-        """Arrange values of inputs by channel."""
+        """Arrange a value per input as [heads, group, size], so that inputs with one factor differ in `group` only."""
         return inputs.reshape(self.heads, self.group, self.size)
 
     def inputs(self, channels: Float[Array, " channels"]) -> Float[Array, " in"]:
-        """Repeat values of channels for each input."""
+        """Return a value per input from a value per channel."""
         shape = (self.heads, self.group, self.size)
         return jnp.broadcast_to(channels.reshape(self.heads, 1, self.size), shape).reshape(-1)
 
@@ -87,7 +89,7 @@ class Channels(NamedTuple):
 def search_factors(
     weight: Float[Array, "out in"], stats: InputStats, channels: Channels, grid: Grid
 ) -> Float[Array, " channels"]:
-    """Return the factors with which rounding changes the outputs least (AWQ, Lin et al. 2023).
+    """Return the factor per channel with which rounding a matrix changes its outputs least (AWQ, Lin et al. 2023).
 
     Factors are powers of a channel's mean input magnitude, scaled to a geometric mean of 1 between the extremes; the
     power 0 changes nothing.
@@ -113,7 +115,7 @@ def search_factors(
 def balance_factors(
     weight: Float[Array, "out in"], stats: InputStats, channels: Channels, strength: float
 ) -> Float[Array, " channels"]:
-    """Return the factors that divide the difficulty between inputs and weights (SmoothQuant, Xiao et al. 2022).
+    """Return the factor per channel that divides the difficulty between inputs and weights (SmoothQuant, Xiao 2022).
 
     A factor is (input peak) ** strength / (weight peak) ** (1 - strength).
     """
@@ -167,4 +169,5 @@ def fold_factors(
 
 
 def _stored(array: Array, dtype: Any) -> Array:
+    """Return an array rounded to `dtype`, in its own dtype."""
     return array.astype(dtype).astype(array.dtype)
