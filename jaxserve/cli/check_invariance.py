@@ -17,7 +17,6 @@ _CHOSEN_BY_AXES = (
     *("max_num_batched_tokens", "max_num_seqs", "model", "multi_step", "num_pages", "page_size", "pooler_config"),
     *("runner", "speculative_config", "step_ahead", "tokenizer"),
 )
-_NUM_DIFFERENT = 1
 
 
 def _add_flags(parser: ArgumentParser) -> None:
@@ -32,8 +31,7 @@ def _run(args: Namespace) -> int:
     sizes = Sizes(**config_options(args, "workload"))
     if args.json is not None and not args.json.parent.is_dir():
         raise ConfigError(f"--json must name a file in an existing directory, got {args.json}")
-    from jaxserve.tools.invariance.check import check_invariance  # noqa: PLC0415 - imports jax
-    from jaxserve.tools.invariance.devices import provide_two_devices  # noqa: PLC0415 - imports jax
+    from jaxserve.tools.invariance.check import check_invariance, provide_two_devices  # noqa: PLC0415 - imports jax
     from jaxserve.tools.invariance.tables import line, summary  # noqa: PLC0415 - imports jax
 
     provide_two_devices()
@@ -43,7 +41,7 @@ def _run(args: Namespace) -> int:
     if args.json is not None:
         rows = [{"grade": finding.grade, **dataclasses.asdict(finding)} for finding in findings]
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    return _NUM_DIFFERENT if any(finding.grade == "differs" for finding in findings) else 0
+    return int(any(finding.grade == "differs" for finding in findings))
 
 
 COMMAND = Command(

@@ -16,7 +16,7 @@ MULTI_STEP = 8
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A way to run requests.
+    """A way to run requests, such as all together, whose tokens are compared with each request run alone.
 
     Attributes:
         name: name in the report.
@@ -79,6 +79,7 @@ def again(engine: DrivenEngine, jobs: Sequence[Job]) -> list[RequestOutput]:
 
 
 def _run(engine: DrivenEngine, jobs: Sequence[Job], steps_between: int = 0) -> list[RequestOutput]:
+    """Run requests on an engine, taking `steps_between` steps after each one is queued; return their outputs."""
     outputs: dict[int, RequestOutput] = {}
     for index, job in enumerate(jobs):
         outputs[index] = engine.add_request(str(index), job.prompt, job.params)
@@ -122,7 +123,9 @@ def _devices(stats: EngineStats) -> str:
 
 
 def _few_pages(sizes: Sizes) -> dict[str, Any]:
-    """Pages for all prompts and a third of the outputs, but at least for one request."""
+    """Return the option `num_pages` with pages for three quarters of all prompts and a quarter of the outputs, and at
+    least for one request.
+    """
     whole = -(-sizes.max_len // PAGE_SIZE)
     some = -(-(sizes.prompt_len + sizes.max_tokens // 3) * 3 * sizes.num_requests // (4 * PAGE_SIZE))
     return {"num_pages": max(whole, some)}

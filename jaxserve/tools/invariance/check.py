@@ -2,15 +2,17 @@
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError
+from jaxserve.system.environment import xla_flags
 from jaxserve.tools.invariance.axes import AXES, Axis, alone, baseline_options
 from jaxserve.tools.invariance.comparison import Agreement, compare
 from jaxserve.tools.invariance.workload import Job, Sizes, make_jobs
@@ -32,8 +34,17 @@ class Finding:
 
     @property
     def grade(self) -> str:
-        """ "bitwise", "ids", "differs" or "not run"."""
+        """Result in a word: "bitwise", "ids", "differs" or "not run"."""
         return "not run" if self.agreement is None else self.agreement.grade
+
+
+def provide_two_devices() -> None:
+    """Divide a CPU into two virtual devices, unless XLA's flags set their number.
+
+    Call this before jax's backend starts.
+    """
+    if "xla_force_host_platform_device_count" not in xla_flags():
+        jax.config.update("jax_num_cpu_devices", 2)
 
 
 def check_invariance(
@@ -68,6 +79,7 @@ def check_invariance(
 def _check(
     axis: Axis, engines: "_Engines", options: dict[str, Any], jobs: Sequence[Job], expected: Sequence[RequestOutput]
 ) -> Finding:
+    """Run `jobs` by an axis on an engine with `options`; return how they compare with the `expected` outputs."""
     try:
         engine = engines.get(options)
     except ConfigError as error:
@@ -81,20 +93,21 @@ def _check(
 
 
 class _Engines:
-    """One engine at a time: a second one would not fit on an accelerator."""
+    """The engine that was used last; there is one at a time, as a second one would not fit on an accelerator."""
 
     def __init__(self) -> None:
-        self._key = ""
+        self._options: dict[str, Any] = {}
         self._engine: DrivenEngine | None = None
 
     def get(self, options: dict[str, Any]) -> DrivenEngine:
-        key = json.dumps(options, sort_keys=True, default=repr)
-        if self._engine is None or key != self._key:
+        """Return an engine with these options, a new one if the last one has others."""
+        if self._engine is None or options != self._options:
             self.close()
-            self._engine, self._key = DrivenEngine(EngineConfig(**options)), key
+            self._engine, self._options = DrivenEngine(EngineConfig(**options)), options
         return self._engine
 
     def close(self) -> None:
+        """Close the engine, if there is one."""
         if self._engine is not None:
             self._engine.close()
         self._engine = None

@@ -51,14 +51,14 @@ class Agreement:
 
     @property
     def grade(self) -> str:
-        """ "bitwise", "ids" or "differs"."""
+        """Result in a word: "bitwise", "ids" or "differs"."""
         if self.num_bitwise == self.num_requests:
             return "bitwise"
         return "ids" if self.num_equal == self.num_requests else "differs"
 
 
 def compare(jobs: Sequence[Job], found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> Agreement:
-    """Compare outputs with the outputs from runs alone."""
+    """Compare the outputs `found` for some jobs with the `expected` ones, from runs alone."""
     num_bitwise = num_equal = 0
     largest = 0.0
     first: Counterexample | None = None
@@ -76,6 +76,7 @@ def compare(jobs: Sequence[Job], found: Sequence[RequestOutput], expected: Seque
 
 
 def _num_same(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -85,6 +86,7 @@ def _logprobs(output: CompletionOutput) -> Sequence[dict[int, Logprob]]:
 
 
 def _largest_difference(a: CompletionOutput, b: CompletionOutput, num_same: int) -> float:
+    """Return the largest difference of log probabilities, over the first `num_same` positions and tokens in both."""
     pairs = zip(_logprobs(a)[:num_same], _logprobs(b)[:num_same], strict=True)
     return max((abs(p[i].logprob - q[i].logprob) for p, q in pairs for i in p.keys() & q.keys()), default=0.0)
 
@@ -92,6 +94,7 @@ def _largest_difference(a: CompletionOutput, b: CompletionOutput, num_same: int)
 def _counterexample(
     index: int, job: Job, found: CompletionOutput, expected: CompletionOutput, position: int
 ) -> Counterexample:
+    """Describe the first differing token, at `position`, of the request with this `index`, which `job` submitted."""
     logprobs = _logprobs(expected)[position]
     expected_id, found_id = expected.token_ids[position], found.token_ids[position]
     other = logprobs.get(found_id)

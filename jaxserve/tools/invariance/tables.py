@@ -7,6 +7,7 @@ from jaxserve.tools.invariance.comparison import Agreement
 
 
 def line(finding: Finding) -> str:
+    """Return a line with an axis, its result and the evidence."""
     head = f"{finding.axis:<16} {finding.grade:<8}"
     if finding.agreement is None:
         return f"{head} {finding.detail}"
@@ -42,6 +43,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def _counts(agreement: Agreement) -> str:
+    """Return a clause with the numbers of requests that agree, and the largest difference of log probabilities."""
     if agreement.grade == "bitwise":
         return f"{agreement.num_requests} of {agreement.num_requests} requests"
     return (

@@ -33,12 +33,13 @@ class Sizes:
 
     @property
     def max_len(self) -> int:
+        """Largest number of tokens in a request, prompt and output."""
         return self.prompt_len + self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request in the workload."""
+    """Prompt and sampling parameters of a request in the workload."""
 
     prompt: list[int]
     params: SamplingParams
