@@ -23,11 +23,11 @@ import numpy as np
 from jaxserve.api.metrics import EngineStats, Occupancy
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.core import messages
 from jaxserve.core.deltas import Delta, StepDelta
+from jaxserve.core.process_messages import FromCore, pack_delta, stats_values, unpack_delta
 from jaxserve.core.status import CoreStatus, MemoryState
 from jaxserve.offline.llm import LLM
-from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.executor_protocol import StepResult
 
 Round = tuple[float, float, float]  # tokens per second, milliseconds per step, milliseconds to the first token
 
@@ -83,14 +83,14 @@ def transport_us(num_rows: int) -> dict[str, float]:
     result = StepResult(np.zeros((num_rows, 1), np.int32), np.ones(num_rows, np.int32), 1.0)
     delta = Delta(1.0, step=StepDelta([*range(num_rows)], [[index] for index in range(num_rows)], {}, [], result))
     status = CoreStatus(10, True, Occupancy(num_rows, 0, 100, 1000), 0, None, MemoryState(), True)
-    stats = messages.stats_values(EngineStats())
+    stats = stats_values(EngineStats())
 
     def sent() -> bytes:
-        return pickle.dumps(messages.FromCore([messages.packed(delta)], status, stats, []), pickle.HIGHEST_PROTOCOL)
+        return pickle.dumps(FromCore([pack_delta(delta)], status, stats, []), pickle.HIGHEST_PROTOCOL)
 
     def received(data: bytes) -> None:
         for packed in pickle.loads(data).deltas:
-            messages.unpacked(packed)
+            unpack_delta(packed)
 
     def timed(call: Callable[[], Any], count: int = 2000) -> float:
         began_s = time.thread_time()
@@ -99,7 +99,7 @@ def transport_us(num_rows: int) -> dict[str, float]:
         return round((time.thread_time() - began_s) / count * 1e6, 1)
 
     data = sent()
-    status_data = pickle.dumps(messages.FromCore([], status, stats, []), pickle.HIGHEST_PROTOCOL)
+    status_data = pickle.dumps(FromCore([], status, stats, []), pickle.HIGHEST_PROTOCOL)
     sizes = {"message_bytes": len(data), "status_bytes": len(status_data)}
     return {"send_us": timed(sent), "receive_us": timed(lambda: received(data)), **sizes}
 

@@ -24,11 +24,11 @@ import time
 from collections.abc import Sequence
 
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.shard_view import ShardView
 
 PAGE_SIZE = 16
 MAX_MODEL_LEN = 4096
@@ -46,12 +46,12 @@ class SchedulerReplica:
         self.scheduler.add(request)
 
     @property
-    def admission(self) -> Admission:
-        return self.scheduler.admission
+    def view(self) -> ShardView:
+        return self.scheduler.view
 
     @property
     def load(self) -> int:
-        return self.scheduler.admission.load
+        return self.scheduler.view.load
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         self.scheduler.finish(request.request_id, reason)
@@ -96,7 +96,7 @@ class Balanced:
         """
         self.step()
         for request in requests:
-            self.replicas[0].scheduler.admission.prefix(request)
+            self.replicas[0].scheduler.view.prefix(request)
         started = time.perf_counter_ns()
         self.balancer.dispatch()
         noted_ns, times = time.perf_counter_ns() - started, []

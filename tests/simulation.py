@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.scheduling.choice import StepChoice
-from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.executor_protocol import StepResult
 from jaxserve.scheduling.kv_cache.groups import RELEASED
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.schedule_config import ScheduleConfig

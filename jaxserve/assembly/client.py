@@ -21,7 +21,7 @@ import numpy as np
 from jaxserve import weights
 from jaxserve.api.metrics import Occupancy, PeakRates, StepStats
 from jaxserve.core.link import Link
-from jaxserve.core.messages import Reply, Start
+from jaxserve.core.process_messages import Reply, Start
 from jaxserve.core.wait_estimator import prefill_s
 from jaxserve.distributed import processes
 from jaxserve.errors import ConfigError, EngineDiedError

@@ -21,12 +21,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 
 from jaxserve.assembly.host import CoreHost
-from jaxserve.core import messages
 from jaxserve.core.core_thread import LOOK_S, CoreThread
 from jaxserve.core.deltas import Delta, Ended
 from jaxserve.core.events import Cancelled, Event, Submitted
 from jaxserve.core.grammars import Grammars
-from jaxserve.core.messages import Constrained, Failed, FromCore, Logged, Reply, Start, Started
+from jaxserve.core.process_messages import (
+    Constrained,
+    Failed,
+    FromCore,
+    Logged,
+    Reply,
+    Start,
+    Started,
+    decode,
+    pack_delta,
+    portable_error,
+    receive,
+    send_message,
+    stats_values,
+    step_values,
+)
 from jaxserve.core.status import CoreStatus
 from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.text.loading import load_tokenizer
@@ -78,12 +92,12 @@ class CoreProcess:
             self._leave(1)
 
     def _serve(self) -> NoReturn:
-        start: Start = messages.receive(self._connection)
+        start: Start = receive(self._connection)
         logging.getLogger().addHandler(_Sender(self))
         logging.getLogger("jaxserve").setLevel(start.log_level)
         threading.Thread(target=self._start, args=(start,), name="jaxserve start", daemon=True).start()
         while True:
-            events, self._num_delivered, call = messages.receive(self._connection)
+            events, self._num_delivered, call = receive(self._connection)
             for keys, data in events:
                 self._take(keys, data)
             if events:
@@ -97,7 +111,7 @@ class CoreProcess:
         try:
             host = self._new_host(start)
         except BaseException as error:
-            self.send(Failed(messages.portable(error) or error))
+            self.send(Failed(portable_error(error)))
             return
         gc.collect()
         gc.freeze()  # a full collection would scan all of it and pause the steps
@@ -124,7 +138,7 @@ class CoreProcess:
     def _take(self, keys: list[int], data: bytes) -> None:
         """Pass an event to the core; a request with structured outputs follows once its constraint is created."""
         try:
-            event: Event | Constrained = messages.decoded(data)
+            event: Event | Constrained = decode(data)
         except Exception as error:  # no log: the pipe may be full both ways, and this thread must keep reading
             self._abort(keys, error)
             event = Submitted([])  # it still counts as an event
@@ -164,13 +178,14 @@ class CoreProcess:
 
     def _answer(self, number: int, data: bytes) -> None:
         """Call a host method, between two steps unless it allows any thread."""
-        value, error = None, None
+        value: Any = None
+        error: BaseException | None = None
         try:
-            name, args = messages.decoded(data)
+            name, args = decode(data)
             method = self._estimate if name == "estimate" else getattr(self._host, name)
             value = method(*args) if name in _FROM_ANY_THREAD else self._between_steps(method, args)
         except BaseException as raised:
-            error = messages.portable(raised)
+            error = portable_error(raised)
         self._flush(Reply(number, value, error))
 
     def _between_steps(self, method: Any, args: tuple[Any, ...]) -> Any:
@@ -195,13 +210,12 @@ class CoreProcess:
         with self._sending:
             status = self._status()  # first: if it reports no work, all deltas are already in the outbox
             outbox, steps = self._host.outbox, self._host.core.last_steps
-            deltas = [messages.packed(outbox.popleft()) for _ in range(len(outbox))]
+            deltas = [pack_delta(outbox.popleft()) for _ in range(len(outbox))]
             self._num_sent += len(deltas)
             sent, count = self._sent_steps
             new = steps[count if sent is steps else 0 :]
             self._sent_steps = steps, len(steps)
-            values = messages.stats_values(self._host.stats), [messages.step_values(step) for step in new]
-            self._post(FromCore(deltas, status, *values, reply))
+            self._post(FromCore(deltas, status, stats_values(self._host.stats), list(map(step_values, new)), reply))
 
     def _status(self) -> CoreStatus:
         core, estimator = self._host.core, self._host.wait_estimator
@@ -222,7 +236,7 @@ class CoreProcess:
 
     def _post(self, message: object) -> None:
         try:
-            messages.send(self._connection, message)
+            send_message(self._connection, message)
         except OSError:  # the client is gone
             self._leave()
 

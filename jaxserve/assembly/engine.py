@@ -18,7 +18,7 @@ from jaxserve.core.step_chooser import NewChooser, StepChooser
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.batch import MAX_EOS_IDS
 from jaxserve.execution.roofline import Device
-from jaxserve.scheduling.executor import Executor
+from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.text.loading import load_tokenizer
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jaxserve.core.status import MemoryState
     from jaxserve.models.arch import ArchConfig
     from jaxserve.models.params import Params
-    from jaxserve.scheduling.executor import Executor
+    from jaxserve.scheduling.executor_protocol import Executor
     from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 

@@ -12,7 +12,7 @@ from jaxserve.core.events import replay
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.errors import ConfigError
 from jaxserve.execution.program_store import source_digest
-from jaxserve.scheduling.executor import Executor
+from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.scheduling.scheduler import Scheduler
 
 _OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that may differ between processes

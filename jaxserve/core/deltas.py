@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.executor_protocol import StepResult
 from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.scheduling.step_plan import StepPlan, wants_prompt_logprobs
 

@@ -23,11 +23,26 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.api.metrics import EngineStats, Occupancy, StepStats
-from jaxserve.core import messages
 from jaxserve.core.core_thread import MAX_DELTAS
 from jaxserve.core.deltas import Delta
 from jaxserve.core.events import Event, Submitted
-from jaxserve.core.messages import Call, Failed, FromCore, Logged, Reply, Sent, Start, Started, ToCore
+from jaxserve.core.process_messages import (
+    Failed,
+    FromCore,
+    HostCall,
+    Logged,
+    Reply,
+    SentEvent,
+    Start,
+    Started,
+    ToCore,
+    encode,
+    encode_event,
+    receive,
+    send_message,
+    set_stats,
+    unpack_delta,
+)
 from jaxserve.core.status import CoreStatus, MemoryState
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.system.environment import child_variables
@@ -62,7 +77,9 @@ class Link:
         self.error: BaseException | None = None
         self.num_untaken_tokens = 0
         self._untaken: deque[int] = deque()  # prompt tokens of each untaken event
-        self._events: deque[tuple[int, Sent]] = deque()  # events to send, with their prompt tokens; `_calls` likewise
+        self._events: deque[tuple[int, SentEvent]] = (
+            deque()
+        )  # events to send, with their prompt tokens; `_calls` likewise
         self._calls: deque[tuple[int, bytes]] = deque()
         self._replies: dict[int, SimpleQueue[Reply]] = {}
         self._numbers = itertools.count()
@@ -78,9 +95,11 @@ class Link:
         _links.add(self)
 
     def launch(self, start: Start) -> None:
-        """Start process and thread, and wait for the core; raise any error from its start."""
+        """Start the core's process and the pipe's thread, and wait until the core is ready; raise any error from its
+        start.
+        """
         try:
-            data = messages.encoded(start)
+            data = encode(start)
         except RequestError as error:
             raise ConfigError(f"engine_process must be False with these options: {error}") from error
         self._connection, theirs = multiprocessing.Pipe()
@@ -115,7 +134,7 @@ class Link:
             process.wait()
 
     def forget(self) -> None:
-        """Detach from the process, because this is a fork of the process that owns it."""
+        """Close this side of the pipe and refuse all calls; for a fork of the process that has started the core's."""
         if not hasattr(self, "_process"):
             return
         self._is_ending = self._is_over = True
@@ -132,7 +151,7 @@ class Link:
         num_tokens = 0
         if isinstance(event, Submitted):
             num_tokens = sum(request.num_prompt_tokens for request in event.requests)
-        self._events.append((num_tokens, messages.sent(event)))
+        self._events.append((num_tokens, encode_event(event)))
         self._wake()
         if self.error is not None and isinstance(event, Submitted):  # nothing else reports the end of the process
             self.outbox.append(self.error)
@@ -145,8 +164,8 @@ class Link:
         return value
 
     def ask(self, name: str, *args: Any) -> SimpleQueue[Reply]:
-        """Call a host method, and return the queue for its reply; RequestError if the call cannot be sent."""
-        data = messages.encoded(Call(name, args))
+        """Start a call of a host method; return the queue that gets its reply. RequestError if it cannot be sent."""
+        data = encode(HostCall(name, args))
         number, reply = next(self._numbers), SimpleQueue[Reply]()
         self._replies[number] = reply
         self._calls.append((number, data))
@@ -181,29 +200,33 @@ class Link:
         return self.has_work() and not self._is_paused
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for a message, for at most `timeout_s` seconds."""
+        """Report taken deltas, so that the core continues, and wait for a message, for at most `timeout_s` seconds."""
         if self._num_received - len(self.outbox) - self._num_acknowledged >= MAX_DELTAS // 2:
             self._wake()
         with contextlib.suppress(Empty):
             self._news.get(timeout=timeout_s)
 
     def pause(self) -> None:
-        """Let nobody wait for deltas until `resume`; the core continues as far as it may."""
+        """Make `is_running` False and wake `wait`, until `resume`; the core itself continues."""
         self._is_paused = True
         self._notify()
 
     def resume(self) -> None:
-        """Allow waiting for deltas again."""
+        """End the effect of `pause`."""
         self._is_paused = False
 
     def _notify(self) -> None:
-        """Wake `wait`, now or next time; replies may come in any number while nobody waits for deltas."""
-        if self._news.empty():
+        """Make the current or next call of `wait` return."""
+        if self._news.empty():  # messages may come in any number while no thread waits
             self._news.put(None)
 
     # The pipe's thread
 
     def _run(self, start: bytes) -> None:
+        """Send the pickled `Start`, then exchange messages until the pipe is closed.
+
+        This is the body of the pipe's thread.
+        """
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         poll.register(self._wake_receiver, select.POLLIN)
@@ -216,7 +239,7 @@ class Link:
                         self._wake_receiver.recv(4096)
                         self._send()
                     else:
-                        self._take(messages.receive(self._connection))
+                        self._take(receive(self._connection))
         except (EOFError, OSError):
             pass
         except BaseException as error:
@@ -226,6 +249,7 @@ class Link:
         self._end_all(self.error or self._death())
 
     def _send(self) -> None:
+        """Send queued events, the number of delivered deltas, and the oldest queued call, once the core has started."""
         if not hasattr(self, "started"):
             return
         num_delivered = self._num_received - len(self.outbox)
@@ -239,29 +263,26 @@ class Link:
         number, call = self._calls.popleft() if self._calls else (None, b"")
         if events or number is not None or num_delivered - self._num_acknowledged >= MAX_DELTAS // 2:
             self._num_acknowledged = num_delivered
-            messages.send(self._connection, ToCore(events, num_delivered, number))
+            send_message(self._connection, ToCore(events, num_delivered, number))
             if number is not None:
                 self._connection.send_bytes(call)
         if self._calls:
             self._wake()
 
-    def _reply(self, reply: Reply) -> None:
-        if (waiting := self._replies.pop(reply.number, None)) is not None:
-            waiting.put(reply)
-
     def _take(self, message: FromCore | Started | Failed | Logged) -> None:
+        """Handle a message from the core's process."""
         match message:
             case FromCore(deltas, status, stats, steps, reply):
-                messages.take_stats(self.stats, stats)
+                set_stats(self.stats, stats)
                 self.steps.extend(StepStats(*step) for step in steps)
-                self.outbox.extend(messages.unpacked(delta) for delta in deltas if delta is not None)
+                self.outbox.extend(map(unpack_delta, deltas))
                 self._num_received += len(deltas)
                 num_taken = status.num_taken - self.status.num_taken
                 self.status = status  # first: until then, `has_work` counts the untaken events
                 for _ in range(num_taken):
                     self.num_untaken_tokens -= self._untaken.popleft()
-                if reply is not None:
-                    self._reply(reply)
+                if reply is not None and (waiting := self._replies.pop(reply.number, None)) is not None:
+                    waiting.put(reply)
                 self._notify()
             case Started():
                 self.started = message
@@ -276,7 +297,7 @@ class Link:
                     logger.handle(made)
 
     def _death(self) -> EngineDiedError:
-        """Return the error of a process that has ended, or is ending."""
+        """Wait for the process to end; return an error that reports how it ended."""
         if self._is_ending:
             return EngineDiedError("the engine's process was ended; start another engine")
         try:
@@ -292,7 +313,7 @@ class Link:
         return EngineDiedError(message)
 
     def _end_all(self, error: BaseException) -> None:
-        """Notify all waiting threads that nothing more will come."""
+        """Pass the process's end to the outbox, the status and all waiting threads, and close the pipe."""
         self.error = error
         self.outbox.append(error)  # `send` does the same from now on
         self._is_over = True

@@ -23,10 +23,10 @@ from jaxserve.core.events import (
 )
 from jaxserve.core.step_chooser import NewChooser, StepChooser
 from jaxserve.core.step_stats import InFlight, StepStatsWriter
-from jaxserve.scheduling.admission import Admission
-from jaxserve.scheduling.executor import Executor, StepResult
+from jaxserve.scheduling.executor_protocol import Executor, StepResult
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.shard_view import ShardView
 
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
@@ -94,14 +94,14 @@ class Replica:
         self._has_dropped = False  # steps were dropped that may have failed unnoticed
 
     @property
-    def admission(self) -> Admission:
+    def view(self) -> ShardView:
         """Interface for a balancer of several replicas."""
-        return self.scheduler.admission
+        return self.scheduler.view
 
     @property
     def load(self) -> int:
         """Tokens to compute before a request added now."""
-        return self.scheduler.admission.load
+        return self.scheduler.view.load
 
     # Requests
 

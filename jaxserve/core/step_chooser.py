@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxserve.api.config import MAX_STEPS
 from jaxserve.scheduling.choice import StepChoice, Timing
-from jaxserve.scheduling.executor import Executor, StepResult
+from jaxserve.scheduling.executor_protocol import Executor, StepResult
 from jaxserve.scheduling.pacer import DISPATCH_S, Pacer
 from jaxserve.scheduling.step_plan import StepPlan, StepShape
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.api.metrics import Counts, EngineStats, LayerCounts, StepStats
-from jaxserve.scheduling.executor import Executor, RoundCounts, StepHandle
+from jaxserve.scheduling.executor_protocol import Executor, RoundCounts, StepHandle
 from jaxserve.scheduling.step_costs import attention_cost
 from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.scheduling.step_time import StepTime

@@ -22,7 +22,7 @@ from jaxserve.execution.state import ServeState
 from jaxserve.models.params import Params, device_bytes
 from jaxserve.models.registry import flop_counts, param_specs
 from jaxserve.models.weight_reads import WeightReads
-from jaxserve.scheduling.executor import RoundCounts, StepResult
+from jaxserve.scheduling.executor_protocol import RoundCounts, StepResult
 from jaxserve.scheduling.step_costs import Costs
 from jaxserve.scheduling.step_plan import StepPlan, StepShape
 

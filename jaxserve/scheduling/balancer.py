@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Protocol, runtime_checkable
 
-from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, Start
+from jaxserve.scheduling.shard_view import ShardView
 from jaxserve.scheduling.waiting import WaitingQueue
 
 
@@ -17,7 +17,7 @@ class Target(Protocol):
     """A replica or a shard, which queues and runs requests."""
 
     @property
-    def admission(self) -> Admission:
+    def view(self) -> ShardView:
         """Interface to ask whether requests could start."""
 
     @property
@@ -61,7 +61,7 @@ class Balancer:
         self._changed: set[int] = set()  # targets whose state the router has not seen
         if self._has_choice:
             for index, target in enumerate(targets):
-                target.admission.changes.changed, target.admission.changes.index = self._changed, index
+                target.view.changes.changed, target.view.changes.index = self._changed, index
         self.restart()
 
     def restart(self) -> None:
@@ -164,11 +164,11 @@ class Balancer:
         """
         overdue: list[int] = []
         for index in sorted(self._changed):
-            admission = self._targets[index].admission
-            changes = admission.changes
+            view = self._targets[index].view
+            changes = view.changes
             if changes.has_lost_cache:
                 self._router.forget(index)
-            self._note(index, is_open=admission.is_open())
+            self._note(index, is_open=view.is_open())
             if changes.was_planned and index in self._with_waiting:
                 overdue.append(index)
             changes.was_planned = changes.has_lost_cache = False
@@ -179,13 +179,13 @@ class Balancer:
     def _note(self, index: int, *, is_open: bool) -> None:
         """Report a target's load to the router; note whether it is idle and whether requests wait there."""
         target = self._targets[index]
-        admission = target.admission
+        view = target.view
         self._router.set_load(index, target.load, is_open=is_open)
-        if admission.is_idle:
+        if view.is_idle:
             self._idle[index] = None
         else:
             self._idle.pop(index, None)
-        if admission.num_waiting:
+        if view.num_waiting:
             self._with_waiting[index] = None
         else:
             self._with_waiting.pop(index, None)
@@ -198,7 +198,7 @@ class Balancer:
             for request in withdrawn:
                 del self._target_of[request.request_id], self._bound[request.request_id]
             returned += withdrawn
-            self._note(index, is_open=self._targets[index].admission.is_open())  # it may be idle now
+            self._note(index, is_open=self._targets[index].view.is_open())  # it may be idle now
         returned.sort(key=lambda request: (request.priority, request.arrival))
         for request in reversed(returned):
             self._queue.take_back(request, request.num_shared_tokens)
@@ -211,7 +211,7 @@ class Balancer:
         has_classes = queue.num_classes > 1
         if has_classes:
             for index, target in enumerate(self._targets):
-                self._note(index, is_open=target.admission.is_open(queue.first_priority))
+                self._note(index, is_open=target.view.is_open(queue.first_priority))
         queue.settle()
         with closing(queue.in_order()) as order:
             for request, route in self._router.assign(
@@ -233,7 +233,7 @@ class Balancer:
 
     def _could_start(self, request: Request, route: Route) -> Start:
         request.num_shared_tokens = route.num_shared_tokens
-        answer = self._targets[route.replica].admission.could_start(request)
+        answer = self._targets[route.replica].view.could_start(request)
         if answer is Start.FULL:  # a smaller request may fit at the next look
             self._changed.add(route.replica)
         return answer
@@ -250,7 +250,7 @@ class Balancer:
     def _prefix(self, request: Request) -> Prefix:
         prefix = self._prefixes.get(request.request_id)
         if prefix is None:
-            prefix = self._prefixes[request.request_id] = self._targets[0].admission.prefix(request)
+            prefix = self._prefixes[request.request_id] = self._targets[0].view.prefix(request)
         return prefix
 
     def _usable_prefix(self, request: Request) -> Prefix:

@@ -71,7 +71,7 @@ class Planning:
 
     def _feasible_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
         """Return the number of steps that all shards with requests can plan; see `Decodes.feasible_steps`."""
-        busy = [shard.decodes for shard in self._shards if not shard.admission.is_idle]
+        busy = [shard.decodes for shard in self._shards if not shard.view.is_idle]
         num_steps = min(limit, max((decodes.steps_left(num_drafts) for decodes in busy), default=0))
         has_queue = self._balancer.num_queued > 0
         for decodes in busy:

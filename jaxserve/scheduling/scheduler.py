@@ -42,7 +42,6 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError
-from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.choice import ONE_STEP, StepChoice
 from jaxserve.scheduling.deadlines import Deadlines
@@ -53,6 +52,7 @@ from jaxserve.scheduling.planning import Planning, join
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.shard import Shard
+from jaxserve.scheduling.shard_view import ShardView
 from jaxserve.scheduling.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -133,9 +133,9 @@ class Scheduler:
         return Ledger(sizes, store, dict(self.policy.weights), first_slot)
 
     @property
-    def admission(self) -> Admission:
+    def view(self) -> ShardView:
         """Interface for a balancer of several replicas with one shard each; replaced by `restart`."""
-        return self.shards[0].admission
+        return self.shards[0].view
 
     @property
     def running(self) -> list[Request]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from jaxserve.scheduling.admission import Admission, Changes
 from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.class_preemption import preempt_lower_classes
 from jaxserve.scheduling.decode import Decodes, may_sample_late
@@ -17,14 +16,14 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prefill import Prefills
 from jaxserve.scheduling.prompts import Prompts
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduling.shard_view import Changes, ShardView
 from jaxserve.scheduling.starts import Starts
 from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.scheduling.updates import Updates
 
 
 class Shard:
-    """Requests of a shard, and the components that change them. Changes are made while planning; other components only
-    read.
+    """Requests of a shard, and the components that plan and update them.
 
     Args:
         new_ledger: returns an empty ledger.
@@ -33,13 +32,13 @@ class Shard:
 
     Attributes:
         policy: request order and chunk sizes.
-        changes: request changes.
+        changes: reports to the balancer that the answers of `view` have changed.
         ledger: requests and pages; this and the following attributes are replaced by `restart`.
         starts: starter of waiting requests.
         prefills: planner of rows in prefill.
         decodes: planner of decoding rows.
         updates: updater of requests after a step.
-        admission: interface for a balancer.
+        view: read-only view for a balancer.
     """
 
     def __init__(self, new_ledger: Callable[[], Ledger], policy: Policy, num_spare_tokens: int) -> None:
@@ -55,8 +54,8 @@ class Shard:
         self.prefills = Prefills(ledger, self.policy, prompts, self.starts)
         self.decodes = Decodes(ledger, self.policy, self._num_spare_tokens)
         self.updates = Updates(ledger, self.starts)
-        self.changes.lost_cache()
-        self.admission = Admission(ledger, prompts, self.starts, self.changes)
+        self.changes.note(has_lost_cache=True)
+        self.view = ShardView(ledger, prompts, self.starts, self.changes)
         # The current plan
         self._num_displaced = 0  # rows preempted for higher classes
         self._held_back: list[Request] = []  # held-back decoding rows, which get left-over tokens
@@ -65,10 +64,8 @@ class Shard:
 
     @property
     def load(self) -> int:
-        """Tokens to compute before a request added now, plus those to attend to: with even loads, shards take equally
-        long.
-        """
-        return self.admission.load + self.ledger.num_pages_used * self.ledger.page_size // self.ledger.groups.size
+        """Load in tokens: those to compute before a request added now, plus those that rows attend to."""
+        return self.view.load + self.ledger.num_pages_used * self.ledger.page_size // self.ledger.groups.size
 
     def add(self, request: Request) -> None:
         """Queue a new request, which fits."""
@@ -93,24 +90,24 @@ class Shard:
     def reset_prefix_cache(self) -> None:
         """Forget all cached content; running requests keep their pages."""
         self.ledger.store.reset(self.ledger.running.values())
-        self.changes.lost_cache()
+        self.changes.note(has_lost_cache=True)
 
     def transferred(self, keys: Iterable[int], *, ok: bool) -> None:
         self.ledger.store.transferred(keys, ok=ok)
         self.changes.note()
 
-    # Parts of a plan, each called once, in this order
+    # Stages of a plan, each called once, in this order
 
     def preempt_lower_classes(self, plan: StepPlan) -> None:
-        """Preempt rows for higher-class waiting requests."""
-        self.changes.planned()
+        """Begin a plan: preempt running rows for unfinished prompts and waiting requests of higher classes."""
+        self.changes.note(was_planned=True)
         if (states := self.ledger.store.states) is not None:
             states.begin_plan()
         preempt_lower_classes(self.ledger, self.policy, plan)
         self._num_displaced = len(plan.preempted)
 
     def decode(self, plan: StepPlan, limits: StepChoice) -> None:
-        """Give decoding rows their tokens, as far as pages are free."""
+        """Add the decoding rows to a plan within `limits`, preempting the last rows if pages run out."""
         rows = self.ledger.running.values()
         plan.num_steps = limits.max_steps
         plan.is_split = limits.may_split and any(map(may_sample_late, rows))
@@ -120,7 +117,9 @@ class Shard:
         self._decode_waits = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
 
     def fill(self, plan: StepPlan, max_prefill_tokens: int) -> None:
-        """Add rows in prefill, up to a token limit, then held-back decoding rows."""
+        """Complete a plan: add prompts with at most `max_prefill_tokens`, then held-back decoding rows if budget is
+        left.
+        """
         self.prefills.schedule(
             plan,
             self._in_prefill,

@@ -18,7 +18,7 @@ from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.api.token_tree import TokenTree
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.core.replica import StepTokens
-from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.executor_protocol import StepResult
 
 
 @dataclass

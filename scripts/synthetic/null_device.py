@@ -13,7 +13,7 @@ import numpy as np
 from jaxserve.api.config import EngineConfig
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.execution.packer import BatchPacker
-from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.executor_protocol import StepResult
 from jaxserve.scheduling.schedule_config import ScheduleConfig, resolve_schedule
 from jaxserve.scheduling.step_costs import Costs
 from jaxserve.scheduling.step_plan import StepPlan, StepShape, cheapest

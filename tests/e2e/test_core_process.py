@@ -17,8 +17,17 @@ import pytest
 from jaxserve.api.config import EngineConfig
 from jaxserve.assembly import core_process
 from jaxserve.assembly.core_process import CoreProcess
-from jaxserve.core import link, messages
+from jaxserve.core import link
 from jaxserve.core.deltas import Delta
+from jaxserve.core.process_messages import (
+    FromCore,
+    Logged,
+    Start,
+    pack_delta,
+    portable_error,
+    stats_values,
+    unpack_delta,
+)
 from jaxserve.errors import EngineDiedError, RequestError
 from jaxserve.openai.replies import system_fingerprint
 from tests.waiting import until
@@ -126,7 +135,7 @@ def test_a_start_asks_for_no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CoreProcess, "send", lambda process, message: None)
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        CoreProcess(ours)._start(messages.Start(None, None, frozenset(), {}, logging.INFO))
+        CoreProcess(ours)._start(Start(None, None, frozenset(), {}, logging.INFO))
     assert (looks, len(flushed)) == ([1, 1, 1], 2)
 
 
@@ -147,7 +156,7 @@ def test_there_is_work_until_all_has_come() -> None:
 
     own._untaken, own.outbox = Checked([3]), Checked()
     status = own.status._replace(num_taken=1, has_work=True)
-    own._take(messages.FromCore([], status, messages.stats_values(own.stats), []))
+    own._take(FromCore([], status, stats_values(own.stats), []))
     own._end_all(EngineDiedError("gone"))
     assert checks == [True, True]
     assert not own.has_work()
@@ -159,7 +168,7 @@ def test_log_records_follow_the_client_log_level(caplog: pytest.LogCaptureFixtur
     caplog.set_level(logging.WARNING, "other")
     for level in (logging.INFO, logging.ERROR):
         record = {"name": "other", "levelno": level, "levelname": logging.getLevelName(level), "msg": "100%"}
-        own._take(messages.Logged(record))
+        own._take(Logged(record))
     own.end()
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(logging.ERROR, "100%")]
 
@@ -168,9 +177,9 @@ def test_an_unpicklable_error_is_reported_by_its_text() -> None:
     class LocalError(Exception):
         pass
 
-    assert isinstance(messages.portable(RequestError("x")), RequestError)
-    assert str(messages.portable(LocalError("why"))) == "LocalError: why"
-    delta = messages.unpacked(messages.packed(Delta(1.0, error=LocalError("why"))))
+    assert isinstance(portable_error(RequestError("x")), RequestError)
+    assert str(portable_error(LocalError("why"))) == "LocalError: why"
+    delta = unpack_delta(pack_delta(Delta(1.0, error=LocalError("why"))))
     assert isinstance(delta, Delta)
     assert str(delta.error) == "LocalError: why"
 

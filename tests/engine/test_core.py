@@ -16,7 +16,7 @@ from simulation import SimulatedExecutor
 from jaxserve.core import core, replica
 from jaxserve.core.events import CacheReset
 from jaxserve.scheduling import balancer, decode, ledger, prefill, prompts, scheduler, shard, starts
-from jaxserve.scheduling.executor import Executor
+from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.scheduling.kv_cache import eviction, group_kinds, page_store, pages, transfers
 from jaxserve.scheduling.request import FinishReason
 from jaxserve.scheduling.schedule_config import ScheduleConfig

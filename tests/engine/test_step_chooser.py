@@ -13,7 +13,7 @@ from jaxserve.core.events import Scheduled
 from jaxserve.core.step_chooser import StepChooser
 from jaxserve.core.step_stats import InFlight
 from jaxserve.scheduling.choice import StepChoice, Timing
-from jaxserve.scheduling.executor import Executor
+from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler

@@ -24,7 +24,7 @@ from jaxserve.execution.sampling.sampler import accept_or_draw
 from jaxserve.execution.state import Lengths, abstract_state, new_state
 from jaxserve.execution.verification import _verify, make_speculative_step, round_words
 from jaxserve.models import decoder, registry
-from jaxserve.scheduling.executor import RoundCounts
+from jaxserve.scheduling.executor_protocol import RoundCounts
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_model import DraftModel
 from jaxserve.tools.planner.program import abstract_params, temp_bytes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.scheduling.executor import Executor
+from jaxserve.scheduling.executor_protocol import Executor
 from simulate import modelled, serve
 
 

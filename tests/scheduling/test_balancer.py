@@ -25,7 +25,7 @@ def test_requests_that_fit_are_started_by_the_next_plan(seed):
     started = 0
     for index in range(60):
         request = random_request(rng, index, prefixes=0)
-        if loop.scheduler.admission.could_start(request) is Start.NOW:
+        if loop.scheduler.view.could_start(request) is Start.NOW:
             loop.add(request)
             plan = loop.step()
             assert request in plan.admitted or plan.preempted or plan.grown
@@ -39,7 +39,7 @@ def test_requests_that_fit_are_started_by_the_next_plan(seed):
 def test_an_idle_scheduler_can_start_any_request_that_fits():
     for num_prompt in range(1, 256):
         scheduler = make_scheduler(max_num_batched_tokens=8, num_pages=64)
-        assert scheduler.admission.could_start(make_request("0", range(num_prompt), 256 - num_prompt)) is Start.NOW
+        assert scheduler.view.could_start(make_request("0", range(num_prompt), 256 - num_prompt)) is Start.NOW
 
 
 def test_a_shared_prefix_lets_many_requests_fit():
@@ -48,26 +48,26 @@ def test_a_shared_prefix_lets_many_requests_fit():
     loop.add(make_request("first", prefix, 30)).step()
     for index in range(4):
         request = make_request(str(index), [*prefix, index], 8, num_shared_tokens=len(prefix))
-        assert loop.scheduler.admission.could_start(request) is Start.NOW
+        assert loop.scheduler.view.could_start(request) is Start.NOW
         loop.add(request)
     loop.step()
     assert loop.scheduler.num_running == 5
     loop.drain()
-    assert loop.scheduler.admission.could_start(make_request("idle pages count too", [*prefix, 9], 8)) is Start.NOW
+    assert loop.scheduler.view.could_start(make_request("idle pages count too", [*prefix, 9], 8)) is Start.NOW
 
 
 def test_load_counts_uncomputed_tokens_and_a_charge_per_request():
     loop = Loop(make_scheduler(max_num_batched_tokens=64))
-    assert loop.scheduler.admission.load == 0
+    assert loop.scheduler.view.load == 0
     loop.add(make_request("0", range(100), 5), make_request("1", range(50), 5))
-    assert loop.scheduler.admission.load == 150 + 2 * ROW_CHARGE_TOKENS
+    assert loop.scheduler.view.load == 150 + 2 * ROW_CHARGE_TOKENS
     loop.step()
-    assert loop.scheduler.admission.load == 86 + 2 * ROW_CHARGE_TOKENS
+    assert loop.scheduler.view.load == 86 + 2 * ROW_CHARGE_TOKENS
     loop.step()  # the rest of the first, and of the second what the budget leaves
     loop.step()
-    assert loop.scheduler.admission.load == 2 + 2 * ROW_CHARGE_TOKENS, "each has its next token to compute"
+    assert loop.scheduler.view.load == 2 + 2 * ROW_CHARGE_TOKENS, "each has its next token to compute"
     loop.drain()
-    assert loop.scheduler.admission.load == 0
+    assert loop.scheduler.view.load == 0
 
 
 @pytest.mark.parametrize("seed", seeds(5))
@@ -99,12 +99,12 @@ class SimulatedReplica(Loop):
     """A scheduler and its device, as a replica of an engine."""
 
     @property
-    def admission(self):
-        return self.scheduler.admission
+    def view(self):
+        return self.scheduler.view
 
     @property
     def load(self):
-        return self.scheduler.admission.load
+        return self.scheduler.view.load
 
     def finish(self, request, reason):
         self.scheduler.finish(request.request_id, reason)

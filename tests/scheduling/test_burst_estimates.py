@@ -16,7 +16,7 @@ from jaxserve.core.events import Submitted
 from jaxserve.core.replica import Replica
 from jaxserve.core.wait_estimator import WaitEstimator
 from jaxserve.models import registry
-from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.executor_protocol import StepResult
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.step_costs import Costs

@@ -317,7 +317,7 @@ def test_short_prompts_start_alongside_a_long_one():
     steps.step()
     short, long = make_request("short", prompt(1, 100), 1), make_request("another", prompt(2, 20_000), 1)
     sibling = make_request("sibling", prompt(0, 20_000), 1)
-    answers = [steps.scheduler.admission.could_start(request) for request in (short, long, sibling)]
+    answers = [steps.scheduler.view.could_start(request) for request in (short, long, sibling)]
     assert answers == [Start.NOW, Start.LATER, Start.LATER]
     steps.add(sibling, long, short)
     assert [request.request_id for request in steps.step().admitted] == ["short"]

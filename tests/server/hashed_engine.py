@@ -17,7 +17,7 @@ import tiny_tokenizers
 from jaxserve.api.config import EngineConfig
 from jaxserve.assembly.engine import Engine
 from jaxserve.execution.sampling import TokenLogprobs
-from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.executor_protocol import StepResult
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.schedule_config import resolve_schedule
 from jaxserve.scheduling.step_plan import StepPlan, StepShape

@@ -89,7 +89,7 @@ class Healthy:
 def test_the_package_runs_no_code_from_data() -> None:
     own_data = {
         Path("execution/program_store.py"),  # compiled programs in the cache of the user
-        Path("core/messages.py"),  # an anonymous pipe between an engine and the process that it has started
+        Path("core/process_messages.py"),  # an anonymous pipe between an engine and the process that it has started
     }
     forbidden_modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
     packages = [Path(package.__file__).parent for package in (jaxserve, pallas_kernels, weights)]

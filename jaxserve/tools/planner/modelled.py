@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.models.registry import flop_counts
-from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.executor_protocol import StepResult
 from jaxserve.scheduling.step_costs import Costs
 from jaxserve.scheduling.step_plan import StepPlan, StepShape, cheapest
 from jaxserve.tools.planner.speed import Roofline

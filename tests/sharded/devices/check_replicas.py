@@ -69,7 +69,7 @@ def test_no_replica_idles_beside_a_waiting_request(start: Start, options: dict[s
         idle, num_waiting = [core for core in engine.replicas if not core.has_work()], engine.occupancy.num_waiting
         busy_step(engine)
         # A replica that got a request with a single token to go may have ended it by now.
-        num_idle = sum(not core.admission.changes.was_planned for core in idle)
+        num_idle = sum(not core.view.changes.was_planned for core in idle)
         assert not num_idle or num_waiting < len(idle), "a request waits, and a replica that was idle still is"
     assert engine.stats.num_preemptions > before, "preempted requests are among those that wait"
 

@@ -1,4 +1,4 @@
-"""Admission: whether a shard could start a request now."""
+"""ShardView: read-only answers to a balancer, such as whether a shard could start a request now."""
 
 import sys
 from dataclasses import dataclass, field
@@ -13,12 +13,14 @@ from jaxserve.scheduling.starts import Starts
 
 @dataclass(slots=True)
 class Changes:
-    """Changes in the answers of `Admission` since its balancer last looked, apart from added requests.
+    """Reports that a shard's `ShardView` may answer differently, for the balancer's next look.
+
+    The balancer itself knows of the requests that it adds.
 
     Attributes:
         was_planned: True if a plan was requested.
         has_lost_cache: True if all cached pages were dropped.
-        changed: indices of changed targets.
+        changed: indices of changed targets; a set that the balancer shares among all targets.
         index: index of this target.
     """
 
@@ -27,31 +29,24 @@ class Changes:
     changed: set[int] = field(default_factory=set)
     index: int = 0
 
-    def note(self) -> None:
+    def note(self, *, was_planned: bool = False, has_lost_cache: bool = False) -> None:
+        """Report a change, with its cause if the balancer must know it."""
+        self.was_planned |= was_planned
+        self.has_lost_cache |= has_lost_cache
         self.changed.add(self.index)
 
-    def planned(self) -> None:
-        """Note that a plan was requested."""
-        self.was_planned = True
-        self.changed.add(self.index)
 
-    def lost_cache(self) -> None:
-        """Note that all cached pages were dropped."""
-        self.has_lost_cache = True
-        self.note()
-
-
-class Admission:
-    """Read-only answers to a balancer, from the state of a shard.
+class ShardView:
+    """Read-only answers about a shard's load and free capacity, for a balancer.
 
     Args:
         ledger: requests and pages.
         prompts: unfinished prompts.
         starts: starter of waiting requests.
-        changes: changes to report.
+        changes: reports of changes in the answers.
 
     Attributes:
-        changes: changes to report.
+        changes: reports of changes in the answers.
     """
 
     def __init__(self, ledger: Ledger, prompts: Prompts, starts: Starts, changes: Changes) -> None:
@@ -93,17 +88,16 @@ class Admission:
         return Start.NOW if fits or self._could_preempt(request) else Start.FULL
 
     def prefix(self, request: Request) -> Prefix:
-        """Return the sampled prefixes that other requests may share."""
-        page_size = self._ledger.page_size
-        return Prefix.from_hashes(
-            self._ledger.store.hashes(request), page_size, (request.num_known_tokens - 1) // page_size
-        )
+        """Return a request's sampled prefixes of whole pages, which other requests may share."""
+        page_size, hashes = self._ledger.page_size, self._ledger.store.hashes(request)
+        return Prefix.from_hashes(hashes, page_size, (request.num_known_tokens - 1) // page_size)
 
     def _num_pages_left(self) -> int:
         """Return the pages left for newcomers after the waiting requests; 0 without a free slot or token."""
         ledger = self._ledger
-        has_slot = len(ledger.waiting) < len(ledger.free_slots)
-        if not has_slot or ledger.num_waiting_tokens >= self._prompts.next_budget_left():
+        if len(ledger.waiting) >= len(ledger.free_slots):
+            return 0
+        if ledger.num_waiting_tokens >= self._prompts.next_budget_left():
             return 0
         return ledger.num_available - self._prompts.num_pages_kept - ledger.num_waiting_pages
 

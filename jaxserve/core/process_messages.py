@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import chain, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from jaxserve.api.metrics import EngineStats, StepStats
 from jaxserve.core.deltas import Delta, StepDelta
 from jaxserve.core.events import Event, Submitted
 from jaxserve.errors import RequestError
-from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.executor_protocol import StepResult
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -30,11 +31,12 @@ if TYPE_CHECKING:
     from jaxserve.models.arch import ArchConfig
     from jaxserve.scheduling.schedule_config import ScheduleConfig
 
-_RESULTS = ("ended_s", "logprobs", "prompt_logprobs", "rounds", "pooled")  # result fields that a frontend reads
-_STEP_FIELDS = tuple(field.name for field in fields(StepStats))
-# Totals that the frontend updates.
-_FRONTENDS = {"num_output_tokens", "num_finished", "iterations_by_tokens", "num_iteration_tokens"}
-_STATS_FIELDS = tuple(field.name for field in fields(EngineStats) if field.name not in _FRONTENDS)
+_RESULT_FIELDS = ("ended_s", "logprobs", "prompt_logprobs", "rounds", "pooled")  # those that a frontend reads
+_FRONTEND_TOTALS = {"num_output_tokens", "num_finished", "iterations_by_tokens", "num_iteration_tokens"}
+_CORE_TOTALS = tuple(field.name for field in fields(EngineStats) if field.name not in _FRONTEND_TOTALS)
+
+stats_values = attrgetter(*_CORE_TOTALS)  # the totals of an EngineStats that the core counts, for `set_stats`
+step_values = attrgetter(*(field.name for field in fields(StepStats)))  # the arguments that recreate a StepStats
 
 
 class Start(NamedTuple):
@@ -72,7 +74,7 @@ class Constrained(NamedTuple):
     tried_bytes: int
 
 
-class Call(NamedTuple):
+class HostCall(NamedTuple):
     """Call of a host method. The receiver unpickles it separately: an unreadable argument fails only this call."""
 
     name: str
@@ -87,8 +89,8 @@ class Reply(NamedTuple):
     error: BaseException | None
 
 
-class Sent(NamedTuple):
-    """Event in transit.
+class SentEvent(NamedTuple):
+    """Pickled event.
 
     Attributes:
         keys: keys of the submitted samples, which end if the event cannot be read.
@@ -104,10 +106,10 @@ class ToCore(NamedTuple):
 
     Attributes:
         num_delivered: number of deltas that the frontend has taken since the start.
-        call: number of the `Call` that follows; None without one.
+        call: number of the `HostCall` that follows; None without one.
     """
 
-    events: list[Sent]
+    events: list[SentEvent]
     num_delivered: int
     call: int | None = None
 
@@ -116,14 +118,14 @@ class FromCore(NamedTuple):
     """Message from the core.
 
     Attributes:
-        deltas: deltas in order, as returned by `packed`.
+        deltas: deltas in order, as returned by `pack_delta`.
         status: core status after them.
-        stats: totals in _STATS_FIELDS.
-        steps: fields of new step statistics.
+        stats: the core's totals, as returned by `stats_values`.
+        steps: new step statistics, as returned by `step_values`.
         reply: reply to a call.
     """
 
-    deltas: list[tuple[Any, ...] | BaseException | None]
+    deltas: list[tuple[Any, ...] | BaseException]
     status: CoreStatus
     stats: tuple[Any, ...]
     steps: list[tuple[Any, ...]]
@@ -137,15 +139,17 @@ class Failed(NamedTuple):
 
 
 class Logged(NamedTuple):
+    """Message with the attributes of a log record, for the client's handlers."""
+
     record: dict[str, Any]
 
 
-def send(connection: Connection, message: object) -> None:
+def send_message(connection: Connection, message: object) -> None:
     """Send a message; OSError if the other side is gone."""
-    connection.send_bytes(encoded(message))
+    connection.send_bytes(encode(message))
 
 
-def encoded(message: object) -> bytes:
+def encode(message: object) -> bytes:
     """Pickle a message; RequestError if one of its values, possibly from a caller, cannot be pickled.
 
     An object of a class that no other process can import, such as one of the user's program, is sent as its base class.
@@ -168,7 +172,10 @@ _MAIN = b"__main__"  # the user's main module, which another process does not ru
 
 
 class _Pickler(pickle.Pickler):
+    """Pickler that sends an object of an unimportable class as its nearest importable base class."""
+
     def reducer_override(self, value: Any) -> Any:
+        """Return how to recreate `value` as its base class; NotImplemented to pickle it as usual."""
         kind = type(value)
         if isinstance(value, type) or _is_importable(kind):
             return NotImplemented
@@ -180,14 +187,15 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if base.__module__ == "builtins":  # builtin types have no further attributes
             state = []
-        return (_remade, (base, *args[function is not kind :]), *state)
+        return (_new_instance, (base, *args[function is not kind :]), *state)
 
 
-def _remade(kind: type, *args: Any) -> Any:
+def _new_instance(kind: type, *args: Any) -> Any:
     return kind.__new__(kind, *args)
 
 
 def _is_importable(kind: type) -> bool:
+    """Return whether another process can import a class by its module and name."""
     try:
         return kind.__module__ != "__main__" and bool(pickle.dumps(kind))
     except (pickle.PicklingError, AttributeError):
@@ -196,14 +204,14 @@ def _is_importable(kind: type) -> bool:
 
 def receive(connection: Connection) -> Any:
     """Return the next message; EOFError or OSError if the other side is gone."""
-    return decoded(connection.recv_bytes())
+    return decode(connection.recv_bytes())
 
 
-def decoded(data: bytes) -> Any:
+def decode(data: bytes) -> Any:
     return pickle.loads(data)
 
 
-def portable(error: BaseException | None) -> BaseException | None:
+def portable_error(error: BaseException) -> BaseException:
     """Return an error if it can be pickled, otherwise a RuntimeError with its text."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -213,15 +221,15 @@ def portable(error: BaseException | None) -> BaseException | None:
 
 
 class PackedStep(NamedTuple):
-    """StepDelta in transit: numbers as bytes, and only the device results that a frontend reads.
+    """StepDelta in a compact format for pickling: ids as bytes, and only the device results that a frontend reads.
 
     Attributes:
         keys: int64 keys.
         token_ids: int32 ids of all rows.
         counts: int32 number of ids per row; empty if each row has one.
         num_rows: number of rows in the device results.
-        others: other fields of StepDelta.
-        results: StepResult fields in _RESULTS.
+        others: `ended` and `prompt_chunks` of the StepDelta.
+        results: values of _RESULT_FIELDS in the StepResult.
     """
 
     keys: bytes
@@ -240,10 +248,11 @@ class PackedStep(NamedTuple):
             b"" if counts.count(1) == len(counts) else np.array(counts, np.int32).tobytes(),
             len(result.token_ids),
             (step.ended, step.prompt_chunks),
-            tuple([getattr(result, name) for name in _RESULTS]),
+            tuple([getattr(result, name) for name in _RESULT_FIELDS]),
         )
 
-    def unpacked(self) -> StepDelta:
+    def to_delta(self) -> StepDelta:
+        """Return the StepDelta; its result's `token_ids` and `num_tokens` are empty arrays."""
         keys: list[int] = np.frombuffer(self.keys, np.int64).tolist()
         token_ids: list[int] = np.frombuffer(self.token_ids, np.int32).tolist()
         if self.counts:
@@ -252,40 +261,33 @@ class PackedStep(NamedTuple):
         else:
             rows = [[token_id] for token_id in token_ids]
         empty = np.zeros((self.num_rows, 0), np.int32)
-        result = StepResult(empty, empty, **dict(zip(_RESULTS, self.results, strict=True)))
+        result = StepResult(empty, empty, **dict(zip(_RESULT_FIELDS, self.results, strict=True)))
         return StepDelta(keys, rows, *self.others, result)
 
 
-def packed(delta: Delta | BaseException) -> tuple[Any, ...] | BaseException | None:
-    """Return a delta in transit format."""
+def pack_delta(delta: Delta | BaseException) -> tuple[Any, ...] | BaseException:
+    """Return a delta as a compact tuple for pickling, with errors made portable; an exception as a portable one."""
     if isinstance(delta, BaseException):
-        return portable(delta)
+        return portable_error(delta)
     step = None if delta.step is None else PackedStep.from_delta(delta.step)
-    return delta.at_s, delta.admitted, step, delta.ended, delta.error and portable(delta.error)
+    return delta.at_s, delta.admitted, step, delta.ended, None if delta.error is None else portable_error(delta.error)
 
 
-def unpacked(delta: tuple[Any, ...] | BaseException) -> Delta | BaseException:
-    if isinstance(delta, BaseException):
-        return delta
-    at_s, admitted, step, ended, error = delta
-    return Delta(at_s, admitted, None if step is None else step.unpacked(), ended, error)
+def unpack_delta(packed: tuple[Any, ...] | BaseException) -> Delta | BaseException:
+    """Return the delta or exception that `pack_delta` has packed."""
+    if isinstance(packed, BaseException):
+        return packed
+    at_s, admitted, step, ended, error = packed
+    return Delta(at_s, admitted, None if step is None else step.to_delta(), ended, error)
 
 
-def stats_values(stats: EngineStats) -> tuple[Any, ...]:
-    return tuple([getattr(stats, name) for name in _STATS_FIELDS])
-
-
-def take_stats(stats: EngineStats, values: Sequence[Any]) -> None:
-    """Set the totals of a core, leaving those that a frontend counts."""
-    for name, value in zip(_STATS_FIELDS, values, strict=True):
+def set_stats(stats: EngineStats, values: Sequence[Any]) -> None:
+    """Set the core's totals in `stats` to `values`, and leave those that a frontend counts."""
+    for name, value in zip(_CORE_TOTALS, values, strict=True):
         setattr(stats, name, value)
 
 
-def step_values(step: StepStats) -> tuple[Any, ...]:
-    return tuple([getattr(step, name) for name in _STEP_FIELDS])
-
-
-def sent(event: Event) -> Sent:
+def encode_event(event: Event) -> SentEvent:
     """Pickle an event; RequestError if it has a value that cannot be pickled."""
     keys: list[int] = []
     value: Event | Constrained = event
@@ -294,4 +296,4 @@ def sent(event: Event) -> Sent:
         constraint: Any = event.requests[0].constraint
         if constraint is not None:
             value = Constrained([replace(request, constraint=None) for request in event.requests], constraint.num_bytes)
-    return Sent(keys, encoded(value))
+    return SentEvent(keys, encode(value))
