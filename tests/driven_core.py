@@ -15,7 +15,7 @@ from jaxserve.core.core import EngineCore
 from jaxserve.core.deltas import Delta
 from jaxserve.core.events import Cancelled, Record, Submitted, Transferred
 from jaxserve.core.replica import Replica
-from jaxserve.core.step_chooser import NewChooser, StepChooser
+from jaxserve.core.step_chooser import StepChooser
 from jaxserve.layers.kv_forms import HeadVectors
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec
@@ -59,7 +59,7 @@ class Driven:
         step_ahead: bool = True,
         records: Sequence[Record] = (),
         on_failure: Callable[[BaseException], None] = pass_on,
-        new_chooser: NewChooser = StepChooser,
+        new_chooser: type[StepChooser] = StepChooser,
     ) -> None:
         config = EngineConfig("none", multi_step=max_steps, step_ahead=step_ahead)
         self.executors = [SimulatedExecutor(sizes, max_steps) for _ in range(num_replicas)]

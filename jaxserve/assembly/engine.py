@@ -14,7 +14,7 @@ from jaxserve.core.events import CacheReset
 from jaxserve.core.frontend import Frontend
 from jaxserve.core.replica import Replica
 from jaxserve.core.request_reader import RequestReader
-from jaxserve.core.step_chooser import NewChooser, StepChooser
+from jaxserve.core.step_chooser import StepChooser
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.batch import MAX_EOS_IDS
 from jaxserve.execution.roofline import Device
@@ -29,7 +29,7 @@ class Engine:
     Args:
         config: model and options.
         executors: devices of the replicas; None for compiled programs according to `config`.
-        new_chooser: creates a replica's step chooser.
+        new_chooser: class of a replica's step chooser.
 
     Attributes:
         config: engine options.
@@ -48,7 +48,7 @@ class Engine:
         self,
         config: EngineConfig,
         executors: Sequence[Executor] | None = None,
-        new_chooser: NewChooser = StepChooser,
+        new_chooser: type[StepChooser] = StepChooser,
     ) -> None:
         self.arch = build_arch(config)
         self.config = config = resolve_quantization(config, self.arch)

@@ -24,7 +24,7 @@ from jaxserve.core.core_thread import POLL_S, CoreThread
 from jaxserve.core.event_log import EventLog, event_to_json
 from jaxserve.core.events import Record, ReplicaEvent, WeightsRead
 from jaxserve.core.replica import Replica
-from jaxserve.core.step_chooser import NewChooser, StepChooser
+from jaxserve.core.step_chooser import StepChooser
 from jaxserve.core.wait_estimator import WaitEstimator
 from jaxserve.distributed import processes
 from jaxserve.distributed.peers import Follower, Leader
@@ -51,7 +51,7 @@ class CoreHost:
         config: model and options.
         arch: sizes of the model.
         executors: devices of the replicas; None for compiled programs according to `config`.
-        new_chooser: creates a replica's step chooser.
+        new_chooser: class of a replica's step chooser.
 
     Attributes:
         core: replicas and their queue.
@@ -71,7 +71,7 @@ class CoreHost:
         config: EngineConfig,
         arch: ArchConfig,
         executors: Sequence[Executor] | None = None,
-        new_chooser: NewChooser = StepChooser,
+        new_chooser: type[StepChooser] = StepChooser,
     ) -> None:
         claim_memory(config)
         check_sizes(config, arch)

@@ -49,7 +49,8 @@ class BatchEngine(Protocol):
         params: SamplingParams | PoolingParams,
         *,
         cache_salt: str | None = None,
-    ) -> object: ...
+    ) -> object:
+        """Queue a request; its `request_id` must be unique among unfinished ones."""
 
     def abort(self, request_id: str) -> object:
         """Abort a request if it is unfinished."""
@@ -94,6 +95,7 @@ class OfflineEngine:
             raise
 
     def abort(self, request_id: str) -> None:
+        """Abort a request if it is unfinished; `wait` will not return it."""
         self._engine.frontend.cancel(request_id)
         self._unfinished.pop(request_id, None)
 

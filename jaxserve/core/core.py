@@ -64,14 +64,14 @@ class EngineCore:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests without pages and slot, new or preempted."""
+        """Number of requests without pages and slot, new or preempted, in all queues."""
         return self._balancer.num_queued + sum(replica.scheduler.num_waiting for replica in self.replicas)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Number of tokens known to be uncomputed in these requests; callable on any thread."""
-        placed = (replica.scheduler.num_waiting_tokens for replica in self.replicas)
-        return self._balancer.num_queued_tokens + sum(placed)
+        """Number of tokens known to be uncomputed in waiting requests; callable on any thread."""
+        on_replicas = sum(replica.scheduler.num_waiting_tokens for replica in self.replicas)
+        return self._balancer.num_queued_tokens + on_replicas
 
     @property
     def num_in_flight(self) -> int:
@@ -86,8 +86,14 @@ class EngineCore:
     def step(self, now_s: float) -> bool:
         """Take events; then, on each replica that can continue, launch the next step and read one that has ended.
 
-        Returns whether any replica did anything. It blocks on the device only with a single replica. With several,
-        possibly none can continue yet, and the caller waits a moment.
+        It blocks on the device only with a single replica. With several, possibly none can continue yet, and the caller
+        waits a moment.
+
+        Args:
+            now_s: current time.
+
+        Returns:
+            Whether any replica launched or read a step.
         """
         self._now_s = now_s
         if self._has_worked:  # idle calls may have written statistics, too
@@ -114,7 +120,7 @@ class EngineCore:
         return self._has_worked
 
     def take_events(self) -> None:
-        """Handle the events in the inbox, without a step."""
+        """Handle all events in the inbox, without a step."""
         while self.inbox:
             try:
                 self._take(self.inbox.popleft())
@@ -124,6 +130,7 @@ class EngineCore:
             self._settle(replica)
 
     def _take(self, event: Event) -> None:
+        """Handle an event from the inbox."""
         match event:
             case Submitted(requests):
                 self._requests.update({request.key: request for request in requests})
@@ -140,6 +147,7 @@ class EngineCore:
                     replica.chooser.may_draft = is_allowed
 
     def abort_all(self, error: BaseException | None = None) -> None:
+        """Take the events in the inbox, then end all requests, because of `error` if there was one."""
         self.take_events()
         self._finish(list(self._requests), FinishReason.ABORT, error)
 
@@ -153,7 +161,7 @@ class EngineCore:
             replica.recover()
 
     def lose_all(self, error: BaseException) -> None:
-        """Forget all requests and events, after an error that left no way to end requests."""
+        """Forget all requests and events, and report `error` to the outbox, if requests cannot even be ended."""
         self._requests.clear()
         while self.inbox:
             self.inbox.popleft()
@@ -167,8 +175,10 @@ class EngineCore:
         self._balancer.check_integrity(request.request_id for request in self._requests.values())
 
     def _read(self, replica: Replica) -> None:
-        """Read a replica's oldest step in flight, emit its tokens, and forget the requests that they ended."""
-        result = replica.read()
+        """Wait for a replica's oldest step in flight, put its tokens in the outbox, and forget the requests that they
+        ended.
+        """
+        result = replica.in_flight[0].handle.result()
         step = replica.update(result)
         self._has_worked = True
         self._now_s = max(self._now_s, result.ended_s)
@@ -178,14 +188,14 @@ class EngineCore:
             self._balancer.finish(request)
 
     def _settle(self, replica: Replica) -> None:
-        """Drop the steps in flight of a replica without requests, and write the remaining statistics."""
+        """Drop the steps in flight of a replica without requests; write its statistics if no step is in flight."""
         if not replica.scheduler.has_unfinished():
             replica.drop_in_flight()
         if not replica.in_flight:
             self.last_steps += replica.step_stats.write(self.num_waiting)
 
     def _emit_admitted(self, replica: Replica, plan: StepPlan | None) -> None:
-        """Emit the requests that start with a launched plan."""
+        """Report the requests that start with a launched plan to the outbox; do nothing if `plan` is None."""
         if plan is None:
             return
         self._has_worked = True
@@ -195,7 +205,7 @@ class EngineCore:
             self.outbox.append(Delta(self._now_s, admitted=admitted))
 
     def _fail(self, replica: Replica, error: BaseException) -> None:
-        """End a replica's requests after a failed step: plans, pages and device no longer agree."""
+        """End a replica's requests because of `error` in a step, and reset it: plans, pages and device disagree."""
         self._has_worked = True
         ids = set(self._balancer.lose(self.replicas.index(replica)))
         # Requests ended by a token may not have been reported yet.
@@ -212,14 +222,15 @@ class EngineCore:
         """End requests, and report an end for every key, even if the request has ended before or never arrived.
 
         The report comes first: after an error, known requests are ended again.
+
+        Args:
+            keys: keys of the requests.
+            reason: reason to report.
+            error: exception that caused the end; None if there was none.
         """
-        known = [self._requests.get(key) for key in keys]
-        ended = [
-            Ended(key, reason, 0 if request is None else request.num_preemptions)
-            for key, request in zip(keys, known, strict=True)
-        ]
+        known = {key: request for key in keys if (request := self._requests.get(key)) is not None}
+        ended = [Ended(key, reason, known[key].num_preemptions if key in known else 0) for key in keys]
         self.outbox.append(Delta(self._now_s, ended=ended, error=error))
-        for request in known:
-            if request is not None:
-                self._balancer.finish(request, reason)
-                del self._requests[request.key]
+        for key, request in known.items():
+            self._balancer.finish(request, reason)
+            del self._requests[key]

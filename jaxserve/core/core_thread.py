@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_DELTAS = 8  # maximum deltas in the outbox before the core waits
-LOOK_S = 1e-3  # time between checks whether they were taken, and between checks of the inbox
+LOOK_S = 1e-3  # time between two checks of the outbox, if it is full, or of the inbox
 POLL_S = 5e-5  # time between two checks of several replicas' devices
 
 
@@ -26,7 +26,7 @@ class CoreThread:
     """Thread that plans, launches and reads steps; it ends when no work is left, and `start` begins it again.
 
     Args:
-        core: core, which nobody else may drive unless this thread is paused.
+        core: core, which no other thread may drive unless this one is paused.
         free: called if the core cannot continue, to free its resources.
         notify: called on the thread after each step, and when it ends; None to wake `wait`.
         num_untaken: returns how many deltas their reader has not taken yet; steps pause if it exceeds MAX_DELTAS. None
@@ -49,7 +49,7 @@ class CoreThread:
         self._is_running = self._is_paused = False
 
     def start(self) -> None:
-        """Start the thread if it has work.
+        """Start the thread, unless it runs, is paused or has no work.
 
         Raises:
             RuntimeError: the system has no more threads.
@@ -86,6 +86,7 @@ class CoreThread:
         self._is_paused = False
 
     def _run(self) -> None:
+        """Step the core until it has no work or is paused; the body of the thread."""
         core, runs = self._core, True
         while runs:
             try:
@@ -110,7 +111,7 @@ class CoreThread:
         try:
             self._core.recover(error)
         except BaseException:
-            logger.exception("the engine is closed: it cannot go on")
+            logger.exception("the engine is closed: it cannot continue")
             with contextlib.suppress(BaseException):
                 self._free()
             self._core.lose_all(error)

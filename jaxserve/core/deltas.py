@@ -23,6 +23,8 @@ class Admitted(NamedTuple):
 
 
 class Ended(NamedTuple):
+    """A sample has ended."""
+
     key: int
     reason: FinishReason
     num_preemptions: int = 0
@@ -59,21 +61,26 @@ class StepDelta:
     def from_plan(
         cls, plan: StepPlan, token_ids: Sequence[list[int]], ended: Collection[Request], result: StepResult
     ) -> StepDelta:
-        """Return the changes by a plan; see `StepTokens`."""
+        """Return the new tokens and ends after a plan's step.
+
+        Args:
+            plan: plan of the step.
+            token_ids: new tokens per row, up to one that ended it.
+            ended: requests ended by these tokens.
+            result: device results.
+        """
         by_row: dict[int, Ended] = {}
         if ended:
             reasons = {request: request.finish_reason for request in ended}
-            rows = enumerate(plan.requests)
-            by_row = {
-                row: Ended(each.key, reason, each.num_preemptions)
-                for row, each in rows
-                if (reason := reasons.get(each)) is not None
-            }
+            for row, request in enumerate(plan.requests):
+                if (reason := reasons.get(request)) is not None:
+                    by_row[row] = Ended(request.key, reason, request.num_preemptions)
         chunks = [] if result.prompt_logprobs is None else _prompt_chunks(plan)
         return cls([request.key for request in plan.requests], token_ids, by_row, chunks, result)
 
 
 def _prompt_chunks(plan: StepPlan) -> list[PromptChunk]:
+    """Return the chunks of a plan's rows with requested prompt log probabilities."""
     chunks, first = [], 0
     for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
         if wants_prompt_logprobs(request, start):

@@ -26,7 +26,7 @@ from jaxserve.scheduling.step_plan import StepShape
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**30
-_KINDS = {kind.__name__: kind for kind in get_args(ReplicaEvent)}
+_EVENTS = {event.__name__: event for event in get_args(ReplicaEvent)}
 
 
 class EventLog:
@@ -50,6 +50,7 @@ class EventLog:
         self._write(dataclasses.asdict(schedule))
 
     def record(self, event: ReplicaEvent) -> None:
+        """Append an event, unless the file is full or could not be written."""
         self._write(event_to_json(event))
 
     def close(self) -> None:
@@ -59,6 +60,7 @@ class EventLog:
         self._file = None
 
     def _write(self, content: Any) -> None:
+        """Append `content` as a line of JSON; end the log if the file is full or cannot be written."""
         if self._file is None:
             return
         line = json.dumps(content, separators=(",", ":")) + "\n"
@@ -91,14 +93,24 @@ def replay_log(path: str | Path) -> int:
 
 
 def event_to_json(event: ReplicaEvent) -> list[Any]:
-    return [type(event).__name__, *map(_to_json, event)]
+    """Return an event as its name and fields, in types that JSON has."""
+    return [type(event).__name__, *map(_field_to_json, event)]
 
 
 def event_from_json(content: list[Any]) -> ReplicaEvent:
-    return _from_json(*content)
+    """Return the event that `event_to_json` has written, in this version or an older one."""
+    match content:
+        case ["Added", request]:
+            return Added(_read_request(request))
+        case ["Finished", request_id, reason]:
+            return Finished(request_id, FinishReason(reason))
+        case ["Scheduled", *fields]:
+            return _read_scheduled(*fields)
+    return _EVENTS[content[0]](*content[1:])
 
 
-def _to_json(field: Any) -> Any:
+def _field_to_json(field: Any) -> Any:
+    """Return an event's field as it is, or a request as a dict of its logged fields."""
     if not isinstance(field, Request):
         return field
     content = {name: getattr(field, name) for name in LOGGED_FIELDS}
@@ -106,17 +118,8 @@ def _to_json(field: Any) -> Any:
     return content | {"params": params, "stop_ids": sorted(field.stop_ids), "salt": field.salt.hex()}
 
 
-def _from_json(kind: str, *fields: Any) -> ReplicaEvent:
-    if kind == "Added":
-        return Added(_read_request(*fields))
-    if kind == "Finished":
-        return Finished(fields[0], FinishReason(fields[1]))
-    if kind == "Scheduled":
-        return _read_scheduled(*fields)
-    return _KINDS[kind](*fields)
-
-
 def _read_scheduled(choice: Any, program: Any, digest: int, *others: Any) -> Scheduled:
+    """Return a `Scheduled` event from its logged fields, in any version's layout."""
     if isinstance(choice, int):  # an older log has the choice's fields side by side
         choice = [choice, *others]
     max_steps, num_drafts, timing, may_split = StepChoice(*choice)
@@ -127,6 +130,7 @@ def _read_scheduled(choice: Any, program: Any, digest: int, *others: Any) -> Sch
 
 
 def _read_request(content: dict[str, Any]) -> Request:
+    """Return a request from a dict of its logged fields."""
     params = content.pop("params")
     if params["logit_bias"]:
         params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}

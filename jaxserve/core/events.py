@@ -60,6 +60,8 @@ Event = Submitted | Cancelled | CacheReset | Transferred | DraftsAllowed
 
 
 class Added(NamedTuple):
+    """A request was queued."""
+
     request: Request
 
 
@@ -162,7 +164,14 @@ def replay(
 
 
 def _plan_again(event: Scheduled, scheduler: Scheduler, digest: int, num_plans: int) -> tuple[StepPlan | None, int]:
-    """Return the plan of an event and the digest of all plans; RuntimeError if they differ from the recorded ones."""
+    """Make an event's plan; return it and the digest of all plans. RuntimeError if it differs from the record.
+
+    Args:
+        event: event with the plan's limits and the recorded digest.
+        scheduler: scheduler after all earlier events.
+        digest: digest of all earlier plans.
+        num_plans: number of earlier plans.
+    """
     plan = scheduler.schedule(event.choice)
     digest = digest if plan is None else plan.digest(digest)
     if digest != event.digest or (plan is None) != (event.program is None):

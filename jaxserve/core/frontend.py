@@ -59,7 +59,7 @@ class Frontend:
     # From users to the core
 
     def start(self, group: RequestGroup, listener: Listener | None = None) -> None:
-        """Queue a request.
+        """Send a request to the core.
 
         Args:
             group: request returned by `RequestReader.read`.
@@ -85,14 +85,17 @@ class Frontend:
             raise
 
     def cancel(self, request_id: str) -> RequestGroup | None:
-        """End a request if it is unfinished; callable from anywhere (even the garbage collector) and repeatedly."""
+        """Make the core end a request if it is unfinished; return it, or None if it is not.
+
+        Callable from anywhere (even the garbage collector) and repeatedly.
+        """
         group = self._groups.get(request_id)
         if group is not None:
             self._send(Cancelled(_keys(group), FinishReason.ABORT))
         return group
 
     def restart(self) -> None:
-        """Restart all unfinished requests."""
+        """Begin all unfinished requests again, with empty outputs."""
         for group in list(self._groups.values()):
             self._detach(group)
             with self.lock:
@@ -138,6 +141,7 @@ class Frontend:
                 self._take(delta)
 
     def _take(self, delta: Delta) -> None:
+        """Apply a delta to the outputs and call the listeners; end the requests whose outputs cannot be updated."""
         try:
             with self.lock:
                 for key, num_cached_tokens, num_preemptions in delta.admitted:
@@ -159,7 +163,7 @@ class Frontend:
             self._notify()
 
     def abandon(self, groups: Iterable[RequestGroup], error: BaseException) -> None:
-        """End requests immediately because of an error, whatever their outputs."""
+        """End requests immediately because of `error`, with their outputs so far, and call their listeners."""
         for group in groups:
             self._detach(group)
             with self.lock:
@@ -169,10 +173,11 @@ class Frontend:
         self._notify()
 
     def abandon_all(self, error: BaseException) -> None:
-        """End all unfinished requests immediately."""
+        """End all unfinished requests immediately because of `error`."""
         self.abandon(list(self._groups.values()), error)
 
     def _take_step(self, step: StepDelta) -> None:
+        """Append a step's tokens to the outputs, end samples at stop strings or as the core did, and count tokens."""
         result, at_s = step.result, step.result.ended_s
         logprobs = result.logprobs
         if result.prompt_logprobs is not None:
@@ -215,12 +220,19 @@ class Frontend:
         self._stats.add_iterations(iterations.values())
 
     def _collect_prompt_logprobs(self, chunks: Sequence[PromptChunk], logprobs: TokenLogprobs) -> None:
+        """Append the log probabilities of each chunk's next tokens to the outputs.
+
+        Args:
+            chunks: prompt tokens in a step.
+            logprobs: log probabilities for the step's token axis.
+        """
         for key, start, count, first in chunks:
             if (sample := self._samples.get(key)) is not None:
                 group, _ = sample
-                group.append_prompt_logprobs(start + 1, count, logprobs, first)  # log probabilities of the next tokens
+                group.append_prompt_logprobs(start + 1, count, logprobs, first)
 
     def _take_end(self, ended: Ended, delta: Delta) -> None:
+        """End a sample as `ended` reports, with the time and error of the delta that reports it."""
         if (sample := self._samples.get(ended.key)) is None:  # already ended
             return
         group, index = sample
@@ -231,7 +243,7 @@ class Frontend:
     def _finish(
         self, group: RequestGroup, index: int, reason: FinishReason, at_s: float, stop: str | None = None
     ) -> None:
-        """Forget a sample that has ended."""
+        """Complete the output of a sample that has ended, and forget the sample."""
         self._changed[group.request_id] = group
         if group.finish(index, reason, at_s, stop):
             del self._groups[group.request_id]
@@ -248,7 +260,7 @@ class Frontend:
             except BaseException as error:  # a client's error: other listeners must still be called
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                     raise
-                logger.exception("request %s is cancelled: what listened to it has failed", request_id)
+                logger.exception("request %s is cancelled: its listener has failed", request_id)
                 group.listener = None
                 self.cancel(request_id)
             self._changed.pop(request_id, None)

@@ -56,8 +56,9 @@ class Grammars:
         if form is None:
             return None
         if form.append_forced_tokens and (params.logprobs is not None or params.has_penalties or params.bad_words):
-            message = "append_forced_tokens cannot be combined with logprobs, penalties or bad_words; drop one"
-            raise RequestError(message)
+            raise RequestError(
+                "append_forced_tokens cannot be combined with logprobs, penalties or bad_words; drop one"
+            )
         with self._lock:
             if self._compiler is None:
                 self._compiler = self._new_compiler()
@@ -71,6 +72,7 @@ class Grammars:
         )
 
     def _new_compiler(self) -> GrammarCompiler:
+        """Return a compiler for the model's vocabulary; RequestError if the engine cannot have structured outputs."""
         if self._is_lock_step:
             raise RequestError(
                 "structured_outputs need an engine of one process, got one of several in lock-step; drop them, or "

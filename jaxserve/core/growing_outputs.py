@@ -70,10 +70,10 @@ class RequestGroup:
         outputs = [c.output for c in self._completions]
         # A copy: the caller may change its list, and the prefix cache keeps the prompt.
         self.output = RequestOutput(request_id, prompt, list(requests[0].prompt_token_ids), outputs)
-        self._prompt_logprobs = self._new_prompt_logprobs()
-        self.output.follow(self._prompt_logprobs)
+        self._begin_prompt_logprobs()
 
     def _new_completion(self, index: int, request: Request) -> _Completion:
+        """Return sample `index` with an empty output."""
         detokenizer = Detokenizer(self._tokenizer, self.params, request.prompt_token_ids)
         output = CompletionOutput(index)
         output.metrics.arrival_s = self._clock()
@@ -84,14 +84,16 @@ class RequestGroup:
         output.cumulative_logprob = None if logprobs is None else 0.0
         return _Completion(request, output, detokenizer, logprobs)
 
-    def _new_prompt_logprobs(self) -> LogprobList[dict[int, Logprob] | None] | None:
-        if self.params.prompt_logprobs is None:
-            return None
-        return LogprobList(self._texts, first=self.output.prompt_token_ids[:1], entries=[None])
+    def _begin_prompt_logprobs(self) -> None:
+        """Let the output have prompt log probabilities if requested: so far only None, for the first token."""
+        self._prompt_logprobs: LogprobList[dict[int, Logprob] | None] | None = None
+        if self.params.prompt_logprobs is not None:
+            self._prompt_logprobs = LogprobList(self._texts, first=self.output.prompt_token_ids[:1], entries=[None])
+        self.output.follow(self._prompt_logprobs)
 
     @property
     def requests(self) -> list[Request]:
-        """The samples as seen by the scheduler."""
+        """Scheduler requests, one per sample."""
         return [c.request for c in self._completions]
 
     def num_prompt_tokens_computed(self, index: int) -> int:
@@ -100,23 +102,27 @@ class RequestGroup:
         metrics = completion.output.metrics
         return 0 if metrics.num_output_tokens else completion.request.num_prompt_tokens - metrics.num_cached_tokens
 
-    def restart(self) -> list[Request]:
-        """Restart all samples as new requests; their outputs are emptied in place."""
-        requests = [request.again() for request in self.requests]
-        for index, request in enumerate(requests):
-            output = self._completions[index].output
-            again = self._new_completion(index, request)
+    def restart(self) -> None:
+        """Replace all samples by new requests; their outputs are emptied in place."""
+        for index, completion in enumerate(self._completions):
+            output, again = completion.output, self._new_completion(index, completion.request.again())
             again.output.metrics.arrival_s = output.metrics.arrival_s
             again.output.metrics.num_restarts = output.metrics.num_restarts + 1
             vars(output).update(vars(again.output))
-            self._completions[index] = _Completion(request, output, again.detokenizer, again.logprobs)
-        self._prompt_logprobs = self._new_prompt_logprobs()
-        self.output.follow(self._prompt_logprobs)
+            again.output = output
+            self._completions[index] = again
+        self._begin_prompt_logprobs()
         self.output.pooled = None
-        return requests
 
     def admitted(self, index: int, num_cached_tokens: int, num_preemptions: int, now_s: float) -> None:
-        """Note that a sample got a slot."""
+        """Record in sample `index`'s metrics that it got a slot.
+
+        Args:
+            index: sample index.
+            num_cached_tokens: prompt tokens found in the prefix cache.
+            num_preemptions: earlier preemptions.
+            now_s: current time.
+        """
         self.preempted(index, num_preemptions)
         metrics = self._completions[index].output.metrics
         if metrics.scheduled_s is None:
@@ -124,7 +130,7 @@ class RequestGroup:
             metrics.num_cached_tokens = num_cached_tokens
 
     def preempted(self, index: int, count: int) -> None:
-        """Note the number of times that a sample was preempted."""
+        """Set the preemption count in sample `index`'s metrics."""
         self._completions[index].output.metrics.num_preemptions = count
 
     def append(
@@ -141,6 +147,7 @@ class RequestGroup:
         Tokens after a stop string are dropped: the output ends as if tokens had come one by one.
 
         Args:
+            index: sample index.
             token_ids: new tokens.
             reason: reason why the last token ended the sample, if it did.
             now_s: arrival time of the tokens.
@@ -163,13 +170,13 @@ class RequestGroup:
         return num_kept, stop_string
 
     def pool(self, index: int, vector: NDArray[np.float32], now_s: float) -> None:
-        """Store the prompt's vector."""
+        """Store the prompt's pooled vector as the output of sample `index`."""
         metrics = self._completions[index].output.metrics
         metrics.first_token_s = metrics.last_token_s = now_s
         self.output.pooled = vector
 
     def count_drafts(self, index: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count drafted and accepted tokens of a sample in each round."""
+        """Add the numbers of drafted and accepted tokens per round to sample `index`'s metrics."""
         metrics = self._completions[index].output.metrics
         for num_drafted, num_accepted in zip(drafted, accepted, strict=True):
             if not num_drafted:
@@ -185,11 +192,14 @@ class RequestGroup:
     def _extend_text(
         self, completion: _Completion, token_ids: TokenIds, reason: FinishReason | None
     ) -> tuple[int, str | None]:
-        """Append the text of new tokens, up to a stop string; return the number of tokens used, and that string."""
+        """Append the text of new tokens, up to a stop string; return the number of tokens used, and that string.
+
+        An id that stopped the output, as `reason` tells, adds no text unless stops are included.
+        """
         if self._tokenizer is None:
             return len(token_ids), None
-        is_hidden = reason is FinishReason.STOP and self._hides_stop(completion.request, token_ids[-1])
-        visible = token_ids[:-1] if is_hidden else token_ids
+        is_hidden = reason is FinishReason.STOP and not self.params.include_stop_str_in_output
+        visible = token_ids[:-1] if is_hidden and token_ids[-1] in completion.request.stop_ids else token_ids
         if not self.params.stop:
             completion.detokenizer.push(visible)
             return len(token_ids), None
@@ -199,16 +209,30 @@ class RequestGroup:
         return len(token_ids), None
 
     def append_prompt_logprobs(self, start: int, count: int, logprobs: TokenLogprobs, row: int) -> None:
-        """Append log probabilities for `count` prompt tokens from position `start`, skipping known ones."""
+        """Append log probabilities for `count` prompt tokens from position `start`, skipping known ones.
+
+        Args:
+            start: position of the first prompt token.
+            count: number of prompt tokens.
+            logprobs: device results.
+            row: row of the first prompt token in `logprobs`; the others follow.
+        """
         entries = self._prompt_logprobs
-        assert entries is not None, "no one asked for prompt logprobs"
+        assert entries is not None, "prompt logprobs were not requested"
         token_ids = self._completions[0].request.prompt_token_ids[start : start + count]
         for offset, token_id in enumerate(token_ids):
             if start + offset == len(entries):
                 _append_logprobs(entries, logprobs, row + offset, token_id, self.params.prompt_logprobs or 0)
 
     def finish(self, index: int, reason: FinishReason, now_s: float, stop_string: str | None = None) -> bool:
-        """Close a sample that has ended; return whether this ended the whole group."""
+        """Complete the output of sample `index`, which has ended; return whether all samples have.
+
+        Args:
+            index: sample index.
+            reason: reason for its end; a stop string in its last text overrides it.
+            now_s: end time.
+            stop_string: stop string that ended it, if any.
+        """
         completion = self._completions[index]
         output, metrics = completion.output, completion.output.metrics
         stop_string = completion.detokenizer.finish() or stop_string
@@ -217,11 +241,7 @@ class RequestGroup:
         output.finish_reason = str(reason)
         if stop_string is not None:
             output.finish_reason, output.stop_reason = str(FinishReason.STOP), stop_string
-        elif (
-            reason is FinishReason.STOP
-            and output.token_ids[-1:]
-            and output.token_ids[-1] in (self.params.stop_token_ids or ())
-        ):
+        elif reason is FinishReason.STOP and set(output.token_ids[-1:]) & set(self.params.stop_token_ids or ()):
             output.stop_reason = output.token_ids[-1]
         metrics.finished_s = now_s
         self.output.finished = all(c.output.finish_reason for c in self._completions)
@@ -235,23 +255,19 @@ class RequestGroup:
             raise RuntimeError(f"the step that served this request broke off: {self.error!r}") from self.error
 
     def release_logprobs(self) -> None:
-        """Drop the log probabilities once the reply was sent, on a thread with spare time."""
+        """Free the memory of all log probabilities; call it after the reply was sent, on a thread with spare time."""
         for entries in (self._prompt_logprobs, *(c.logprobs for c in self._completions)):
             if entries is not None:
                 entries.release()
 
     def abandon(self, error: BaseException) -> None:
-        """Close all samples as they are, because of an error after which they cannot continue."""
+        """End all unfinished samples with their outputs so far, after `error`."""
         if not self.output.finished:
             self.error = error
         for completion in self._completions:
             output = completion.output
             output.finish_reason = output.finish_reason or str(FinishReason.ABORT)
         self.output.finished = True
-
-    def _hides_stop(self, request: Request, token_id: int) -> bool:
-        """Return whether an id that ended the output adds no text, because stops are excluded."""
-        return token_id in request.stop_ids and not self.params.include_stop_str_in_output
 
 
 def _append_logprobs(entries: LogprobList[Any], logprobs: TokenLogprobs, row: int, token_id: int, top: int) -> float:

@@ -77,10 +77,8 @@ class Link:
         self.error: BaseException | None = None
         self.num_untaken_tokens = 0
         self._untaken: deque[int] = deque()  # prompt tokens of each untaken event
-        self._events: deque[tuple[int, SentEvent]] = (
-            deque()
-        )  # events to send, with their prompt tokens; `_calls` likewise
-        self._calls: deque[tuple[int, bytes]] = deque()
+        self._events: deque[tuple[int, SentEvent]] = deque()  # events to send, each after its number of prompt tokens
+        self._calls: deque[tuple[int, bytes]] = deque()  # pickled `HostCall`s to send, each after its reply's number
         self._replies: dict[int, SimpleQueue[Reply]] = {}
         self._numbers = itertools.count()
         self._news: SimpleQueue[None] = SimpleQueue()

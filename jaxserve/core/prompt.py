@@ -22,13 +22,13 @@ def read_prompt(
     *,
     keeps_first: bool = False,
 ) -> tuple[str | None, TokenIds, str | None]:
-    """Return the text (if any), the token ids and the cache salt.
+    """Return a prompt's text (None if it has only token ids), its token ids and its cache salt.
 
     Args:
         prompt: prompt as given by the user.
         cache_salt: salt for a prompt without its own.
         tokenizer: None if prompts must be token ids.
-        max_tokens: maximum tokens; the last ones are kept.
+        max_tokens: maximum number of tokens, of which the last ones are kept; None for all.
         keeps_first: True to keep the first ones instead.
 
     Raises:
@@ -59,7 +59,14 @@ def read_prompt(
 
 
 def check_bound(text: str, tokenizer: Tokenizer, schedule: ScheduleConfig, advice: str = "") -> None:
-    """Raise PromptTooLongError for a text with too many tokens, if that shows without encoding it."""
+    """Raise PromptTooLongError if a text's length alone proves that it has too many tokens.
+
+    Args:
+        text: prompt.
+        tokenizer: tokenizer, which gives a lower bound on the number of tokens.
+        schedule: engine sizes.
+        advice: advice for the error message, in addition to shortening the prompt.
+    """
     num_tokens = tokenizer.bound.num_tokens(text)
     if num_tokens >= schedule.max_total_tokens:
         raise prompt_too_long(schedule, num_tokens, is_bound=True, advice=advice)
@@ -68,26 +75,27 @@ def check_bound(text: str, tokenizer: Tokenizer, schedule: ScheduleConfig, advic
 def prompt_too_long(
     schedule: ScheduleConfig, num_tokens: int, *, is_bound: bool = False, advice: str = ""
 ) -> PromptTooLongError:
-    """Return the error worded as clients expect it, which shorten their prompts or choose another model.
+    """Return the error for a prompt that is too long, in words by which clients recognise it.
 
     Args:
         schedule: engine sizes.
         num_tokens: prompt tokens.
         is_bound: True if `num_tokens` is a lower bound.
-        advice: advice besides shortening the prompt.
+        advice: advice in addition to shortening the prompt.
     """
-    most = schedule.max_total_tokens - 1  # maximum prompt length: the scheduler always counts one output token
-    room = "" if schedule.pools else " and leave room for at least 1 output token"
+    limit = schedule.max_total_tokens - 1  # maximum prompt length: the scheduler always counts one output token
+    condition = "" if schedule.pools else " and leave room for at least 1 output token"
     return PromptTooLongError(
         f"This model's maximum context length is {schedule.max_model_len} tokens. However, your prompt is too long: "
-        f"it has {'at least ' if is_bound else ''}{num_tokens} input tokens, and must have at most {most}{room}. "
+        f"it has {'at least ' if is_bound else ''}{num_tokens} input tokens, and must have at most {limit}{condition}. "
         f"Please reduce the length of the input prompt{advice}.",
         num_tokens,
-        most,
+        limit,
     )
 
 
 def _read_token_ids(content: object) -> TokenIds:
+    """Return a list or array of token ids as a list of ints; RequestError for anything else."""
     if callable(to_list := getattr(content, "tolist", None)):  # numpy, torch, jax and Python arrays
         content = to_list()
     if not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -104,16 +112,16 @@ def outside_vocabulary(name: str, ids: Collection[int], vocab_size: int) -> str:
     """Return the error message for ids outside the vocabulary, with the first one and its index."""
     outside = [(index, token_id) for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size]
     index, token_id = outside[0]
-    place = f" at index {index}" if isinstance(ids, Sequence) else ""
+    at_index = f" at index {index}" if isinstance(ids, Sequence) else ""
     others = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
     return (
-        f"token ids in {name} must be in [0, {vocab_size}), got {token_id}{place}{others}; "
+        f"token ids in {name} must be in [0, {vocab_size}), got {token_id}{at_index}{others}; "
         "that is out of vocabulary: take ids from this model's tokenizer"  # clients look for "out of vocabulary"
     )
 
 
 def prompt_limit(params: SamplingParams, max_model_len: int, max_total_tokens: int) -> int | None:
-    """Return how many prompt tokens to keep, by `truncate_prompt_tokens`; None for all.
+    """Return the number of prompt tokens to keep according to `truncate_prompt_tokens`; None to keep all.
 
     Args:
         params: sampling parameters.

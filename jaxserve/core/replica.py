@@ -21,7 +21,7 @@ from jaxserve.core.events import (
     Updated,
     Withdrawn,
 )
-from jaxserve.core.step_chooser import NewChooser, StepChooser
+from jaxserve.core.step_chooser import StepChooser
 from jaxserve.core.step_stats import InFlight, StepStatsWriter
 from jaxserve.scheduling.executor_protocol import Executor, StepResult
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
@@ -62,7 +62,7 @@ class Replica:
         executor: device that runs plans.
         stats: totals, updated by this replica.
         record: called with every event, in order, for other processes or a log.
-        new_chooser: creates the step chooser.
+        new_chooser: class of the step chooser.
 
     Attributes:
         executor: device that runs plans.
@@ -78,7 +78,7 @@ class Replica:
         executor: Executor,
         stats: EngineStats,
         record: Record | None = None,
-        new_chooser: NewChooser = StepChooser,
+        new_chooser: type[StepChooser] = StepChooser,
     ) -> None:
         self.executor = executor
         self.scheduler = Scheduler(executor.schedule)
@@ -95,12 +95,12 @@ class Replica:
 
     @property
     def view(self) -> ShardView:
-        """Interface for a balancer of several replicas."""
+        """Read-only answers for a balancer of several replicas."""
         return self.scheduler.view
 
     @property
     def load(self) -> int:
-        """Tokens to compute before a request added now."""
+        """Tokens to compute before a request added now, plus a charge per request."""
         return self.scheduler.view.load
 
     # Requests
@@ -108,30 +108,31 @@ class Replica:
     def add(self, request: Request) -> None:
         """Queue a request; RequestError if it could not finish even by itself."""
         self.scheduler.add(request)
-        self._note(Added(request))
+        self._record_event(Added(request))
         if request.constraint is not None:
             self._constrained.add(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request unless it has ended already."""
         if self.scheduler.finish(request.request_id, reason) is request:
-            self._note(Finished(request.request_id, reason))
+            self._record_event(Finished(request.request_id, reason))
             self._constrained.discard(request)
 
     def reset_prefix_cache(self) -> None:
+        """Forget all cached pages."""
         self.scheduler.reset_prefix_cache()
-        self._note(CacheReset())
+        self._record_event(CacheReset())
 
     def transferred(self, event: Transferred) -> None:
-        """Note the end of page moves between tiers; see `Scheduler.transferred`."""
+        """Pass the end of page moves between tiers to the scheduler."""
         self.scheduler.transferred(event.keys, ok=event.ok)
-        self._note(event)
+        self._record_event(event)
 
     def withdraw(self) -> list[Request]:
         """Remove and return, in order, the waiting requests whose tokens are all known."""
         withdrawn = self.scheduler.withdraw()
         if withdrawn:
-            self._note(Withdrawn())
+            self._record_event(Withdrawn())
         self._constrained.difference_update(withdrawn)
         return withdrawn
 
@@ -142,7 +143,7 @@ class Replica:
     # Steps
 
     def is_ready(self) -> bool:
-        """Return whether a step would make progress without waiting for the device."""
+        """Return whether the oldest step can be read, or a new one started, without waiting for the device."""
         if self.in_flight and self.in_flight[0].handle.is_ready():
             return True
         return not self._is_stuck and self.chooser.may_launch(self.in_flight, self._constrained)
@@ -158,18 +159,14 @@ class Replica:
         program = None if plan is None else self.executor.fit(plan.shape)
         if plan is not None and self._record is not None:
             self._digest = plan.digest(self._digest)
-        self._note(Scheduled(choice, program, self._digest))
+        self._record_event(Scheduled(choice, program, self._digest))
         if plan is not None:
-            assert program is not None, "what is planned has a program"
+            assert program is not None, "each plan has a program"
             handle = self.executor.launch(plan, program)
             is_scout = self.chooser.launched(plan)
             self.in_flight.append(InFlight(plan, handle, program.num_tokens, now_s, is_scout))
             self._count_compiles(handle.num_compiles)
         return plan
-
-    def read(self) -> StepResult:
-        """Wait for the oldest step in flight."""
-        return self.in_flight[0].handle.result()
 
     @property
     def num_running_steps(self) -> int:
@@ -177,7 +174,12 @@ class Replica:
         return sum(not step.handle.is_ready() for step in self.in_flight)
 
     def update(self, result: StepResult) -> StepTokens:
-        """Pass the tokens of the oldest step in flight to the scheduler; start the sampling that waited for them."""
+        """Remove the oldest step in flight, pass its tokens to the scheduler, and start the sampling that waited for
+        them.
+
+        Args:
+            result: result of that step.
+        """
         step = self.in_flight[0]
         plan = step.plan
         sampled, num_tokens = result.sampled(plan.num_rows), result.num_tokens[: plan.num_rows]
@@ -185,28 +187,35 @@ class Replica:
         self.chooser.ended(step, result)
         if not self.executor.schedule.pools:
             self._stats.num_sampled_tokens += int(num_tokens.sum())
-        ended = self.take(sampled)
+        ended = self._take(sampled)
         if self.in_flight and self.in_flight[0].plan.is_split:
             self._count_compiles(self.executor.sample(self.in_flight[0].handle))
         return StepTokens(plan, sampled, ended, result)
 
-    def take(self, sampled: list[list[int]]) -> list[Request]:
-        """Pass the sampled token ids of the oldest step in flight to the scheduler; see `Scheduler.update`."""
-        self._note(Updated(sampled))
+    def _take(self, sampled: list[list[int]]) -> list[Request]:
+        """Remove the oldest step in flight and pass its tokens to the scheduler; then advance the constraints.
+
+        Args:
+            sampled: token ids per row; the tokens that constraints append are added, those after an end are deleted.
+
+        Returns:
+            Requests that ended.
+        """
+        self._record_event(Updated(sampled))
         plan = self.in_flight.popleft().plan
         ended = self.scheduler.update(plan, sampled)
         for row, request in enumerate(plan.requests) if self._constrained else ():
             if request.constraint is not None and request.status is not RequestStatus.FINISHED:
                 request.constraint.advance(request.output_token_ids)
                 if forced := request.constraint.forced:
-                    self._note(Extended(request.request_id, forced))
+                    self._record_event(Extended(request.request_id, forced))
                     sampled[row] = [*sampled[row], *self.scheduler.extend(request.request_id, forced)]
                     if request.finish_reason is not None:
                         ended.append(request)
                         continue
                 if request.constraint.has_ended:  # no further token is allowed
                     if error := request.constraint.error:
-                        logger.warning("request %s is ended, it cannot go on: %s", request.request_id, error)
+                        logger.warning("request %s is ended, it cannot continue: %s", request.request_id, error)
                     self.finish(request, FinishReason.ABORT if error else FinishReason.STOP)
                     ended.append(request)
         self._constrained.difference_update(ended)
@@ -219,7 +228,7 @@ class Replica:
             self.step_stats.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
             if not self.executor.schedule.pools:
                 self._stats.num_sampled_tokens += sum(step.plan.max_new)
-            self.take([[0] * most for most in step.plan.max_new])
+            self._take([[0] * most for most in step.plan.max_new])
             self._has_dropped = True
         self.chooser.pause()
 
@@ -234,7 +243,7 @@ class Replica:
         """Continue after `forget_all`, with nothing cached."""
         self._has_dropped = True  # set first, because waiting for the state may be interrupted
         self._digest = 0
-        self._note(Recovered())
+        self._record_event(Recovered())
         self.executor.restore_state()
         self._has_dropped = False
 
@@ -246,7 +255,9 @@ class Replica:
     # Components
 
     def _settle_dropped(self) -> None:
-        """Check, before the first step of the next request, whether a step dropped unread has failed."""
+        """Drop the steps in flight if all their requests have ended; before new requests run, reset the prefix cache if
+        a dropped step has failed.
+        """
         if self.in_flight and all(r.status is RequestStatus.FINISHED for s in self.in_flight for r in s.plan.requests):
             self.drop_in_flight()
         if not (self._has_dropped and self.scheduler.has_unfinished()):
@@ -260,12 +271,14 @@ class Replica:
         self.reset_prefix_cache()
 
     def _count_compiles(self, count: int) -> None:
+        """Add the number of programs that a step compiled to the totals; RuntimeError if compiling is forbidden."""
         self._stats.num_compiles += count
         if count and self._forbid_compiles:
             raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
 
-    def _note(self, event: ReplicaEvent) -> None:
-        if not isinstance(event, Scheduled):  # planning may succeed again
+    def _record_event(self, event: ReplicaEvent) -> None:
+        """Pass an event to the recorder, if any; after any event but a plan, planning may succeed again."""
+        if not isinstance(event, Scheduled):
             self._is_stuck = False
         if self._record is not None:
             self._record(event)

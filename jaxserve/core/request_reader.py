@@ -108,9 +108,10 @@ class RequestReader:
         return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)
 
     def _read_params(self, params: SamplingParams | PoolingParams) -> tuple[SamplingParams, PoolingParams | None]:
-        """Return rechecked sampling parameters, since the caller may have changed them.
+        """Check the parameters again, since the caller may have changed them.
 
-        For a pooling model, the pooling parameters are returned as well.
+        Returns:
+            A copy as sampling parameters; and a copy as pooling parameters, None unless the model pools.
         """
         if isinstance(params, PoolingParams):
             if self._pooler is None:
@@ -129,10 +130,11 @@ class RequestReader:
         return params.clone(), None
 
     def _check(self, token_ids: TokenIds, params: SamplingParams) -> None:
-        longest, vocab = self._schedule.max_total_tokens, self._vocab_size
+        """Raise RequestError unless prompt length, ids and parameters suit the model and the engine's options."""
+        vocab = self._vocab_size
         if not token_ids:
             raise RequestError("a prompt must have at least 1 token, got 0; begin it with any text or token")
-        if len(token_ids) >= longest:
+        if len(token_ids) >= self._schedule.max_total_tokens:
             raise prompt_too_long(self._schedule, len(token_ids), advice=self._advice_on_length())
         named = {
             "prompt": token_ids,
@@ -150,21 +152,26 @@ class RequestReader:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids, or drop skip_tokenizer_init")
 
     def check_text(self, prompt: object) -> None:
-        """Raise RequestError for a text with too many tokens for a prompt, if that shows without encoding it."""
+        """Raise RequestError if `prompt` is a text whose length alone proves that it has too many tokens.
+
+        Long texts are thus refused without being encoded.
+        """
         if self._tokenizer is not None and isinstance(prompt, str):
             check_bound(prompt, self._tokenizer, self._schedule, self._advice_on_length())
 
     def _check_logprobs(self, params: SamplingParams) -> None:
-        most, vocab = self._config.max_logprobs, self._vocab_size
+        """Raise RequestError if more log probabilities are requested than the engine's max_logprobs; -1 means all."""
+        limit, vocab = self._config.max_logprobs, self._vocab_size
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name) or 0
-            if (vocab if asked == -1 else asked) > (vocab if most == -1 else most):
+            wanted = getattr(params, name) or 0
+            if (vocab if wanted == -1 else wanted) > (vocab if limit == -1 else limit):
                 raise RequestError(
-                    f"{name} must be at most max_logprobs of the engine, or the size of the vocabulary, got {asked} "
-                    f"with max_logprobs {most} and {vocab} tokens; start the engine with max_logprobs={asked}"
+                    f"{name} must be at most max_logprobs of the engine, or the size of the vocabulary, got {wanted} "
+                    f"with max_logprobs {limit} and {vocab} tokens; start the engine with max_logprobs={wanted}"
                 )
 
     def _check_priority(self, priority: object) -> None:
+        """Raise RequestError for a priority that is no 32-bit integer, or that the engine's policy ignores."""
         if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > LARGEST_PRIORITY:
             raise RequestError(
                 f"priority must be an integer of at most {LARGEST_PRIORITY} either way, got {priority!r}"
@@ -176,8 +183,9 @@ class RequestReader:
             )
 
     def _advice_on_length(self) -> str:
-        most = self._max_position
-        return f" or raise max_model_len, {most} at most" if self._schedule.max_model_len < most else ""
+        """Return the advice to raise max_model_len, as the end of a clause; empty if the model allows no more."""
+        limit = self._max_position
+        return f" or raise max_model_len, {limit} at most" if self._schedule.max_model_len < limit else ""
 
     def _expand(
         self,
@@ -188,7 +196,7 @@ class RequestReader:
         tenant: str,
         priority: int,
     ) -> list[Request]:
-        """Return the `n` scheduler requests; siblings find their prompt's pages in the prefix cache."""
+        """Return the `n` scheduler requests for a user request; all but the first find the prompt's pages cached."""
         seed, arrival = params.seed if params.seed is not None else self._seeds.getrandbits(63), next(self._arrivals)
         limit = self._schedule.max_total_tokens
         if params.max_tokens is not None:
@@ -197,10 +205,10 @@ class RequestReader:
                 self._log_length_limit(len(token_ids), params.max_tokens)
             limit = min(limit, wanted)
         else:  # as many tokens as fit; the last one is never computed, and needs no page
-            most = self._schedule.kv_groups.max_tokens(self._schedule.num_shard_pages)
-            limit = limit if most is None else min(limit, most + 1)
-        form = params.structured_outputs
-        eos = frozenset() if params.ignore_eos and form is None else self.eos_ids
+            num_fitting = self._schedule.kv_groups.max_tokens(self._schedule.num_shard_pages)
+            limit = limit if num_fitting is None else min(limit, num_fitting + 1)
+        structure = params.structured_outputs
+        eos = frozenset() if params.ignore_eos and structure is None else self.eos_ids
         stop_ids = eos | frozenset(params.stop_token_ids or ())
         bad_sequences: tuple[tuple[int, ...], ...] = ()
         if params.bad_words and self._tokenizer:
@@ -222,8 +230,8 @@ class RequestReader:
                 priority=priority,
                 arrival_s=time.monotonic(),
                 read_prefix_cache=reads_cache and (index > 0 or params.prompt_logprobs is None),
-                waits_for_tokens=form is not None,
-                may_be_extended=form is not None and form.append_forced_tokens,
+                waits_for_tokens=structure is not None,
+                may_be_extended=structure is not None and structure.append_forced_tokens,
                 constraint=self.grammars.constraint(params, stop_ids, tenant),
                 arrival=arrival,
             )
@@ -231,7 +239,12 @@ class RequestReader:
         ]
 
     def _log_length_limit(self, prompt_len: int, max_tokens: int) -> None:
-        """Log that an output may end at the maximum model length: as a warning only the first time."""
+        """Log that an output may end at max_model_len; only the first time as a warning.
+
+        Args:
+            prompt_len: tokens in the prompt.
+            max_tokens: requested maximum of output tokens, which the limit exceeds.
+        """
         limit, is_first = self._schedule.max_model_len, not self._has_warned_of_length
         self._has_warned_of_length = True
         logger.log(
@@ -244,7 +257,7 @@ class RequestReader:
 
 
 def _check_some_allowed(request: Request) -> None:
-    """Raise RequestError if every token may be forbidden, so that none could be sampled."""
+    """Raise RequestError if stop ids and bad words can forbid all of a request's `allowed_token_ids` together."""
     p = request.params
     if p.allowed_token_ids is None:
         return

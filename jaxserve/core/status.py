@@ -14,7 +14,7 @@ SLEEP_TAGS = ("weights", "kv_cache")  # memory that can be woken separately, by 
 
 
 class MemoryState(NamedTuple):
-    """An engine's device memory.
+    """Which parts of an engine's device memory are allocated.
 
     Attributes:
         asleep: parts, out of SLEEP_TAGS, that are freed until woken.
@@ -26,6 +26,7 @@ class MemoryState(NamedTuple):
     has_weights: bool = True
 
     def check_open(self) -> None:
+        """Raise RuntimeError if the engine is closed."""
         if self.is_closed:
             raise RuntimeError("this engine is closed: its weights and pools are freed; start another one")
 

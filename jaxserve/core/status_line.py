@@ -34,13 +34,8 @@ class WatchedEngine(Protocol):
 
 def wait_until_warm(engine: WatchedEngine, stream: Any) -> None:
     """Block until every program is ready; if that takes long, write a line to `stream`."""
-    line = "jaxserve: loading or compiling all programs first, which can take minutes where none are cached\n"
-
-    def notify() -> None:
-        stream.write(line)
-        stream.flush()
-
-    timer = threading.Timer(_PATIENCE_S, notify)
+    line = "jaxserve: loading or compiling all programs first, which can take minutes where none are cached"
+    timer = threading.Timer(_PATIENCE_S, print, (line,), {"file": stream, "flush": True})
     timer.daemon = True
     timer.start()
     try:
@@ -81,6 +76,7 @@ class StatusLine:
             self._stream.write("\n")
 
     def _run(self) -> None:
+        """Write a line per interval until the context exits; the body of the thread."""
         before, before_s = dataclasses.replace(self._engine.stats), time.monotonic()
         while not self._stop.wait(self._interval_s):
             now, now_s = dataclasses.replace(self._engine.stats), time.monotonic()
@@ -88,6 +84,7 @@ class StatusLine:
             before, before_s = now, now_s
 
     def _write(self, line: str) -> None:
+        """Write a line, on a terminal over the previous one."""
         self._stream.write(f"\r{line}{_ERASE_TO_END}" if self._rewrites else f"{line}\n")
         self._stream.flush()
         self._num_lines += 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,31 +24,8 @@ if TYPE_CHECKING:
 TWO_ROUNDS = 2  # minimum rounds of every multi-step program
 
 
-class Chooser(Protocol):
-    """Chooses the limits of each plan: `StepChooser`, or a replacement. The tokens are the same with any."""
-
-    may_draft: bool
-
-    def may_launch(self, in_flight: Sequence[InFlight], constrained: Collection[Request]) -> bool:
-        """Return whether a step may start before those in flight are read."""
-
-    def choose(
-        self, now_s: float, in_flight: Sequence[InFlight], constrained: Collection[Request]
-    ) -> StepChoice | None:
-        """Return the limits of the next plan; None if no step may start yet."""
-
-    def launched(self, plan: StepPlan) -> bool:
-        """Note the plan made with the latest choice; return whether its dispatch is a scout."""
-
-    def ended(self, step: InFlight, result: StepResult) -> None:
-        """Note the result and duration of a step that has ended."""
-
-    def pause(self) -> None:
-        """Note that the next end has no previous end from which to measure."""
-
-
 class StepChooser:
-    """Chooses the limits of each plan, and learns from steps that have ended.
+    """Chooses the limits of each plan, and learns from steps that have ended. The tokens do not depend on the choice.
 
     Args:
         config: engine options.
@@ -93,7 +70,13 @@ class StepChooser:
     def choose(
         self, now_s: float, in_flight: Sequence[InFlight], constrained: Collection[Request]
     ) -> StepChoice | None:
-        """Return the limits of the next plan; None if no step may start yet. See `may_launch` for the arguments."""
+        """Return the limits of the next plan; None if no step may start yet.
+
+        Args:
+            now_s: current time.
+            in_flight: steps in flight, oldest first.
+            constrained: unfinished requests with a constraint.
+        """
         if not self.may_launch(in_flight, constrained):
             return None
         num_drafts, max_rounds = self._choose_rounds()
@@ -101,7 +84,7 @@ class StepChooser:
         return StepChoice(1 if may_split else max_rounds, num_drafts, self._timing(now_s, in_flight), may_split)
 
     def launched(self, plan: StepPlan) -> bool:
-        """Note the plan made with the latest choice; return whether its dispatch is a scout."""
+        """Record the plan made with the latest choice; return whether its dispatch is a scout (see `Pacer`)."""
         return not plan.num_prefill_tokens and self._pacer.launched(max(plan.num_drafts, default=0), plan.num_steps)
 
     def ended(self, step: InFlight, result: StepResult) -> None:
@@ -124,21 +107,27 @@ class StepChooser:
         self._pacer.ended(program, most, plan.num_steps, num_rounds, mean, result.ended_s, is_scout=is_scout)
 
     def pause(self) -> None:
+        """Discard the end time of the latest step, so that the time until the next end is not measured."""
         self._pacer.pause()
 
     def _may_split(self, constrained: Collection[Request]) -> bool:
-        """Return whether rows with a constraint can compute a token before the host has read it."""
+        """Return whether the next plan may be split, so that constrained rows can compute a token that the host has not
+        read yet.
+        """
         if not constrained or self._max_in_flight == 1 or not self._scheduler.rows.has_split:
             return False
         return self._executor.fit(StepShape(self._scheduler.rows.num_even, samples_late=True)) is not None
 
     def _program(self, num_rows: int, num_even_rows: int, *, has_drafts: bool) -> StepShape | None:
-        """Return the program under which dispatches of decoding rows are timed; None if there is none."""
-        if self._max_drafts and has_drafts:
-            program = self._executor.fit(StepShape(num_rows, has_drafts=True))
-            if program is not None:
-                return program
-        return self._executor.fit(StepShape(num_even_rows, TWO_ROUNDS))
+        """Return the program under whose name dispatches of decoding rows are timed; None if there is none.
+
+        Args:
+            num_rows: decoding rows.
+            num_even_rows: rows if each shard had as many as the fullest.
+            has_drafts: True to prefer a program with drafts.
+        """
+        program = self._executor.fit(StepShape(num_rows, has_drafts=True)) if self._max_drafts and has_drafts else None
+        return program or self._executor.fit(StepShape(num_even_rows, TWO_ROUNDS))
 
     def _choose_rounds(self) -> tuple[Sequence[int], int]:
         """Return the number of tokens to draft by slot (empty for none), and the maximum rounds or steps."""
@@ -163,6 +152,9 @@ class StepChooser:
         return self._max_logprobs < 0 and self._scheduler.rows.wants_logprobs
 
     def _timing(self, now_s: float, in_flight: Sequence[InFlight]) -> Timing | None:
+        """Return the predicted times of the next step after those in flight; None without latency targets, or before
+        any step was measured.
+        """
         rates = self._step_time.rates() if self._scheduler.policy.targets else None
         if rates is None:
             return None
@@ -172,6 +164,3 @@ class StepChooser:
             step_s = plan.num_steps * rates.step_s(plan.num_prefill_tokens, plan.num_decode_tokens)
             starts_s = max(now_s, in_flight[-1].handle.launched_s + step_s)
         return Timing(starts_s, rates.prefill_step_s, rates.prefill_token_s, rates.decode_token_s)
-
-
-NewChooser = Callable[["EngineConfig", "Scheduler", Executor, "StepTime"], Chooser]

@@ -35,10 +35,12 @@ class InFlight:
 
 
 class _Ended(NamedTuple):
+    """A step that has ended, with its measurements, until its statistics are written."""
+
     step: InFlight
     num_sampled: NDArray[np.int64]  # [R]: tokens
-    device_s: float
-    wall_s: float
+    device_s: float  # time on the device, from dispatch or the end of the previous step
+    wall_s: float  # the same from the start of its planning
     end_s: float
     rounds: RoundCounts | None
     expert_tokens: NDArray[np.int32] | None
@@ -77,9 +79,14 @@ class StepStatsWriter:
         rounds: RoundCounts | None = None,
         expert_tokens: NDArray[np.int32] | None = None,
     ) -> None:
-        """Record the end of a step, and the number of tokens sampled by each row.
+        """Record the end of a step; `write` computes its statistics later.
 
-        Device time counts from dispatch, or from the end of the previous step, to the result.
+        Args:
+            step: step that has ended.
+            num_sampled: number of tokens sampled by each row.
+            now_s: time of its end.
+            rounds: token counts per row and round of a step with drafts.
+            expert_tokens: tokens per MoE layer and expert; None if not counted.
         """
         free_s, self._device_free_s = self._device_free_s, max(now_s, self._device_free_s)
         device_s = max(now_s - max(step.handle.launched_s, free_s), 0.0)
@@ -87,7 +94,11 @@ class StepStatsWriter:
         self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s, rounds, expert_tokens))
 
     def write(self, num_waiting: int) -> list[StepStats]:
-        """Add all steps that have ended to the totals; return their statistics."""
+        """Compute the statistics of all steps ended since the last call, add them to the totals, and return them.
+
+        Args:
+            num_waiting: number of waiting requests, part of the statistics.
+        """
         ended, self._unwritten = self._unwritten, []
         written = []
         for step in ended:
@@ -106,6 +117,7 @@ class StepStatsWriter:
         return written
 
     def _statistics(self, ended: _Ended, num_waiting: int) -> StepStats:
+        """Return a step's statistics, with the bytes and FLOPs that its plan and sampled tokens imply."""
         step, num_sampled, device_s, wall_s, _, rounds, expert_tokens = ended
         plan, bucket, arch, costs = step.plan, step.bucket, self._arch, self._executor.costs
         page_size, num_axis_tokens = self._executor.schedule.page_size, bucket
@@ -145,12 +157,13 @@ class StepStatsWriter:
 
 
 def _by_position(accepted: NDArray[np.int32]) -> Counts:
-    """Count the rounds that accepted the drafted token at each position."""
-    most = int(accepted.max(initial=0))
-    return Counts(tuple(int((accepted > position).sum()) for position in range(most)))
+    """Return the number of rounds that accepted the drafted token at each position, from accepted tokens per round."""
+    return Counts(tuple(int((accepted > position).sum()) for position in range(accepted.max(initial=0))))
 
 
 class _Work(NamedTuple):
+    """The model's work in a step: computed tokens per row, with further entries for each later round of a row."""
+
     start: NDArray[np.int64]  # tokens before the computed ones, per row, and per row and round after the first
     num_tokens: NDArray[np.int64]  # computed tokens
     num_steps: int  # rounds
@@ -158,7 +171,13 @@ class _Work(NamedTuple):
 
 
 def _speculative_work(plan: StepPlan, rounds: RoundCounts, page_size: int) -> _Work:
-    """Return the model's work in rounds with drafts, without the proposer's."""
+    """Return the model's work in a step with drafts, without the proposer's.
+
+    Args:
+        plan: plan of the step.
+        rounds: token counts per row and round.
+        page_size: tokens per page.
+    """
     num_rows = plan.num_rows
     drafted, sampled = rounds.drafted[:num_rows], rounds.sampled[:num_rows]
     before = np.cumsum(sampled, axis=1) - sampled
@@ -171,6 +190,13 @@ def _speculative_work(plan: StepPlan, rounds: RoundCounts, page_size: int) -> _W
 
 
 def _work(plan: StepPlan, num_sampled: NDArray[Any], page_size: int) -> _Work:
+    """Return the model's work in a step without drafts.
+
+    Args:
+        plan: plan of the step.
+        num_sampled: number of tokens sampled by each row.
+        page_size: tokens per page.
+    """
     start, count = np.array(plan.starts, np.int64), np.array(plan.counts, np.int64)
     # A row that had stopped before has computed nothing.
     count = np.where((num_sampled == 0) & (np.array(plan.max_new) > 0), 0, count)

@@ -46,7 +46,7 @@ class StreamWaker:
         return listener
 
     def wake(self, *, is_last: bool = False) -> float | None:
-        """Wake the threads whose turn it is, or all of them for the last time.
+        """Wake as many waiting threads as are due, the longest wait first; all of them if `is_last`.
 
         Returns:
             Seconds until MAX_SIMULTANEOUS wake-ups are due, unless the next step comes sooner; None if no thread waits.

@@ -51,7 +51,7 @@ class EngineThreads:
         self._thread = 0  # id of the frontend's thread; 0 if there is none
         self._lock = threading.Lock()  # guards `_thread`, and the start of a pause
         self._pause = threading.Lock()  # held by the thread that has exclusive use of the engine
-        self._pauser = 0  # thread that did so last
+        self._pauser = 0  # id of the thread that took `_pause` last; 0 once it is released
         self.waker = StreamWaker()
         self._is_paused = self._is_stopped = False
         self._is_wanted = False  # True if requests of these callers are unfinished
@@ -80,7 +80,7 @@ class EngineThreads:
                 self._start()
 
     def send(self, event: Event) -> None:
-        """Send an event to the core; callable from any thread."""
+        """Send an event to the core and start the threads if necessary; callable from any thread."""
         self._engine.host.send(event)
         self._is_wanted = True
         self._start()
@@ -108,6 +108,7 @@ class EngineThreads:
                 self._start()
 
     def _is_own_thread(self) -> bool:
+        """Return whether the caller is the frontend's thread, or the thread with exclusive use of the engine."""
         own = threading.get_ident()
         return own == self._thread or (own == self._pauser and self._pause.locked())
 
@@ -118,6 +119,7 @@ class EngineThreads:
         self._driver.resume()  # other engines may use it
 
     def _stop_threads(self, timeout_s: float = math.inf) -> None:
+        """Pause both threads, and wait at most `timeout_s` seconds until they have ended."""
         with self._lock:
             self._is_paused = True
         self._driver.pause()
@@ -126,11 +128,12 @@ class EngineThreads:
             time.sleep(LOOK_S)
 
     def _start(self) -> None:
-        """Start the frontend's thread unless it runs; a superfluous one ends immediately."""
+        """Start the frontend's thread if there is work, unless it runs or is paused; a second one ends immediately."""
         if self._is_wanted and not self._is_paused and not self._thread:
             threading.Thread(target=self._run, name="jaxserve frontend", daemon=True).start()
 
     def _run(self) -> None:
+        """Start the core's thread and deliver its deltas, until no work is left; the body of the frontend's thread."""
         with self._lock:
             if self._is_paused or self._thread:
                 return
@@ -139,7 +142,7 @@ class EngineThreads:
         wait_s: float | None = None
         runs = True
         while runs:
-            is_alone = False  # True if nobody can drive the core
+            is_alone = False  # True if the core's thread cannot be started
             try:
                 is_alone = not self._drive()
                 if driver.is_running:
@@ -153,12 +156,13 @@ class EngineThreads:
                 wait_s = self.waker.wake(is_last=not runs)
                 if not runs:
                     self._is_wanted, self._thread = has_work, 0
-        if driver.has_work() if not is_alone else frontend.has_unfinished():  # callers have seen this thread
+        # A caller that queued a request meanwhile has not started another thread, because this one still ran.
+        if frontend.has_unfinished() if is_alone else driver.has_work():
             self._is_wanted = True
             self._start()
 
     def _drive(self) -> bool:
-        """Start the driver; False if that is impossible, and all requests were ended."""
+        """Start the core's driver; if that is impossible, end all requests and return False."""
         try:
             self._driver.start()
         except RuntimeError as error:
@@ -173,7 +177,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def _stop_at_exit(threads: EngineThreads) -> None:
-    """Stop threads before runners, which are closed at exit, and before jax's clean-up."""
+    """Make the interpreter stop `threads` at exit, before it closes runners and before jax's clean-up.
+
+    Exit functions run in reverse order of registration, so the common one is registered anew for each engine.
+    """
     atexit.unregister(_stop_all)
     atexit.register(_stop_all)
     _threads.add(threads)

@@ -18,9 +18,9 @@ Item = TypeVar("Item")
 
 
 class WaitEstimator:
-    """Estimates from the state of a core, which another thread may be changing.
+    """Estimates of waiting work and times, from the state of a core that another thread may be changing.
 
-    Values may be read at two moments, one step apart, which is within the estimate's error.
+    Its values may come from two moments, one step apart, which is within the estimate's error.
 
     Attributes:
         lengths: distribution of output lengths.
@@ -35,7 +35,7 @@ class WaitEstimator:
         return self._core.num_waiting_tokens + sum(request.num_tokens for request in self._sent())
 
     def wait(self, num_tokens: int = 1, priority: int | None = None) -> Wait | None:
-        """Return how long a request would wait if it arrived now; None before the first steps were measured.
+        """Return how long a request that arrives now would wait, on the best replica; None before steps were measured.
 
         Args:
             num_tokens: tokens in its prompt.
@@ -45,17 +45,17 @@ class WaitEstimator:
         def is_ahead(request: Request) -> bool:
             return priority is None or request.priority <= priority
 
-        waits = []
         later = [request for request in _copied(lambda: self._core.queued) + self._sent() if is_ahead(request)]
         replicas = self._core.replicas
-        for index, replica in enumerate(replicas):
-            wait = self._wait_in(replica, later[index :: len(replicas)], num_tokens, is_ahead)
-            if wait is not None:
-                waits.append(wait)
+        estimates = (
+            self._wait_in(replica, later[index :: len(replicas)], num_tokens, is_ahead)
+            for index, replica in enumerate(replicas)
+        )
+        waits = [wait for wait in estimates if wait is not None]
         return min(waits, key=lambda wait: wait.first_token_s, default=None)
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Return the time for a prompt beyond one single-token step on an otherwise idle engine."""
+        """Return the time in seconds that a prompt of `num_tokens` adds to one single-token step of an idle engine."""
         return prefill_s(num_tokens, self.rates(), self._core.replicas[0].scheduler.max_prompt_tokens)
 
     def rates(self) -> Rates | None:
@@ -64,6 +64,7 @@ class WaitEstimator:
         return next((rates for rates in found if rates is not None), None)
 
     def _sent(self) -> list[Request]:
+        """Return the submitted requests that the core has not taken from its inbox yet."""
         events = _copied(lambda: list(self._core.inbox))
         return [request for event in events if isinstance(event, Submitted) for request in event.requests]
 
@@ -102,9 +103,10 @@ class WaitEstimator:
 
 
 def prefill_s(num_tokens: int, rates: Rates | None, max_step_tokens: int) -> float:
-    """Return the time for a prompt beyond one single-token step on an otherwise idle engine.
+    """Return the time in seconds that a prompt adds to one single-token step of an idle engine; 0 if unknown.
 
     Args:
+        num_tokens: tokens in the prompt.
         rates: step times; None if unknown.
         max_step_tokens: maximum prompt tokens per step.
     """
@@ -114,7 +116,10 @@ def prefill_s(num_tokens: int, rates: Rates | None, max_step_tokens: int) -> flo
 
 
 def _copied(read: Callable[[], list[Item]]) -> list[Item]:
-    """Copy a collection that another thread may be changing; retry if it changed meanwhile."""
+    """Return the result of `read`, which copies a collection that another thread may be changing.
+
+    It is called again if the collection changed meanwhile, a few times; then the result is empty.
+    """
     for _ in range(8):
         try:
             return read()
