@@ -180,7 +180,7 @@ def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
     if arch.pooler is not None:
         return num_bytes + 4 * seqs * arch.hidden_size
     return num_bytes + tree_bytes(
-        jax.eval_shape(partial(new_slots, arch, seqs, config.max_model_len or arch.max_position))
+        jax.eval_shape(partial(new_slots, arch.vocab_size, seqs, config.max_model_len or arch.max_position))
     )
 
 

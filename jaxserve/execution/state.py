@@ -102,24 +102,24 @@ class ServeState:
 
 
 def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Pages:
-    """Return an empty pool, in whose pages each KV group fits its layers."""
+    """Return an empty KV pool of `num_pages` pages, each with `page_size` tokens in the layers of any one KV group."""
     sizes = {"num_layers": arch.kv_layout.num_pool_layers, "num_pages": num_pages, "page_size": page_size}
     return arch.kv_layout.pool.new_pages(backend, **sizes, dtype=jnp.dtype(kv_dtype))
 
 
 def new_states(arch: ArchConfig, num_entries: int) -> Any:
-    """Return an empty state pool for recurrent layers; None without them."""
+    """Return an empty pool of `num_entries` states for all recurrent layers of `arch`; None if it has none."""
     return None if arch.state is None else arch.state.new(arch.num_layers - len(arch.attention_layers), num_entries)
 
 
-def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTable:
-    """Return the initial slot tables, all zero."""
+def new_slots(vocab_size: int, max_num_seqs: int, max_model_len: int) -> SlotTable:
+    """Return the initial slot tables, all zero, for `max_num_seqs` slots and a (shard of a) vocabulary."""
     S = max_num_seqs
     return SlotTable(
         token_history=jnp.zeros((S, max_model_len), jnp.int32),
-        token_counts=jnp.zeros((S, padded_to_lanes(arch.vocab_size)), jnp.int32),
+        token_counts=jnp.zeros((S, padded_to_lanes(vocab_size)), jnp.int32),
         prompt_len=jnp.zeros(S, jnp.int32),
-        allowed=jnp.zeros((S, mask_size(arch.vocab_size)), jnp.uint32),
+        allowed=jnp.zeros((S, mask_size(vocab_size)), jnp.uint32),
         bad_words=jnp.zeros((S, MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), jnp.int32),
         bias_ids=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.int32),
         bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
@@ -161,13 +161,13 @@ def new_state(
         counts = jnp.zeros((arch.num_moe_layers, arch.experts.num_experts), jnp.int32)
     pool = new_pool(arch, schedule.num_shard_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
     states = new_states(arch, schedule.num_state_entries)
+    sequences, S = new_sequences(schedule), schedule.max_num_seqs
     if (pooler := arch.pooler) is None:
-        slots = new_slots(arch, schedule.max_num_seqs, schedule.max_model_len)
-        sequences = new_sequences(schedule)
+        slots = new_slots(arch.vocab_size, S, schedule.max_model_len)
         return ServeState(pool, sequences, slots, states, draft=new_draft(), expert_tokens=counts)
-    kept = None if pooler.kind is PoolingKind.LAST else jnp.zeros((schedule.max_num_seqs, arch.hidden_size))
-    slots = new_slots(dataclasses.replace(arch, vocab_size=1), schedule.max_num_seqs, 1)  # nothing reads them
-    return ServeState(pool, new_sequences(schedule), slots, states, pooled=kept, expert_tokens=counts)
+    kept = None if pooler.kind is PoolingKind.LAST else jnp.zeros((S, arch.hidden_size))
+    slots = new_slots(1, S, 1)  # nothing reads them
+    return ServeState(pool, sequences, slots, states, pooled=kept, expert_tokens=counts)
 
 
 def abstract_state(
@@ -203,26 +203,20 @@ def abstract_state(
 
 def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
     """Return shapes and dtypes of a slot row; `vocab_size` is the whole model's."""
-
-    def array(dtype: DTypeLike, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    return SlotRow(
-        token_ids=array(jnp.int32, schedule.max_model_len),
-        prompt_len=array(jnp.int32),
-        allowed=array(jnp.uint32, mask_size(vocab_size)),
-        bad_words=array(jnp.int32, MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS),
-        bias_ids=array(jnp.int32, MAX_LOGIT_BIAS),
-        bias_values=array(jnp.float32, MAX_LOGIT_BIAS),
-        stop_ids=array(jnp.int32, MAX_STOP_IDS),
-    )
+    table = jax.eval_shape(partial(new_slots, vocab_size, 1, schedule.max_model_len))
+    row: dict[str, Any] = {name: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for name, x in vars(table).items()}
+    del row["token_counts"]  # the device counts the tokens
+    return SlotRow(token_ids=row.pop("token_history"), **row)
 
 
 def copy_pages(kv_pages: Pages, blob: Int[Array, "2 E"], axis: str | None = None) -> Pages:
-    """Return a donated pool with copies of some pages; every layout has them on axis 1.
+    """Return the pool with some pages copied to others; every layout has its pages on axis 1.
 
-    Along a mesh axis, each device has an equal part of the page ids, in order. Source and target lie on the same
-    device.
+    Args:
+        kv_pages: pool, to be donated.
+        blob: source page and target page of each copy; targets out of range are padding.
+        axis: mesh axis over whose devices the page ids are divided equally, in order; None if each device has all.
+            Source and target must be on the same device.
     """
     source, target = blob
     if axis is not None:
