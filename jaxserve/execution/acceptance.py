@@ -31,19 +31,34 @@ def accept(
     out: StepOutput,
     model: Model,
 ) -> tuple[ServeState, StepOutput, Int[Array, "R N1"], Int[Array, " R"]]:
-    """Sample each row's tokens up to the first one not drafted; return their nodes and the numbers of accepted drafts.
+    """Sample each row's tokens up to the first one that was not drafted.
 
     All are sampled together if each depends on earlier ones only through its logits, and one after the other if
     penalties, masks or log probabilities are wanted.
+
+    Args:
+        state: device state.
+        batch: inputs of the step.
+        rows: rows of the round.
+        drafts: drafted tokens.
+        logits: logits at each node of the drafts, per row.
+        out: output of earlier rounds in the step.
+        model: static parameters.
+
+    Returns:
+        The state and the output with the sampled tokens, the node taken by each row at each depth, and the number of
+        drafted tokens that each row keeps.
     """
-    at_once = _SampledAtOnce.from_logits(state, batch, rows, drafts, logits, model)
-    state, out = at_once.write(state, rows, out)
-    live = rows.samples & ~at_once.is_done
-    state, out, path, num_accepted = _accept_in_turn(state, batch, rows, drafts, logits, out, model, live, at_once.path)
-    return state, out, path, at_once.num_accepted + num_accepted
+    together = _SampledTogether.from_logits(state, batch, rows, drafts, logits, model)
+    state, out = together.write(state, rows, out)
+    live = rows.samples & ~together.is_done
+    state, out, path, num_accepted = _accept_in_turn(
+        state, batch, rows, drafts, logits, out, model, live, together.path
+    )
+    return state, out, path, together.num_accepted + num_accepted
 
 
-class _SampledAtOnce(NamedTuple):
+class _SampledTogether(NamedTuple):
     """Tokens for all nodes in a round, sampled independently.
 
     Attributes:
@@ -70,7 +85,7 @@ class _SampledAtOnce(NamedTuple):
         drafts: Drafts,
         logits: Float[Array, "N1 R V"],
         model: Model,
-    ) -> _SampledAtOnce:
+    ) -> _SampledTogether:
         """Sample a token at every node of each row's drafts, and keep those on one path.
 
         The path begins at node 0 and continues to a child whenever the child's draft token equals the token sampled at
@@ -115,7 +130,7 @@ class _SampledAtOnce(NamedTuple):
         num_kept = jnp.sum(live, axis=1, dtype=jnp.int32)
         path = jnp.sum(jnp.where(at_level, jnp.arange(N + 1)[None, None], 0), axis=2, dtype=jnp.int32)
         path = jnp.where(level < num_kept[:, None], path, level)
-        return _SampledAtOnce(
+        return _SampledTogether(
             is_done,
             jnp.take_along_axis(sampled, path, axis=1),
             num_kept,
@@ -156,7 +171,10 @@ def _accept_in_turn(
     live: Bool[Array, " R"],
     path: Int[Array, "R N1"],
 ) -> tuple[ServeState, StepOutput, Int[Array, "R N1"], Int[Array, " R"]]:
-    """Sample the live rows' tokens one after the other."""
+    """Sample the `live` rows' tokens one after the other, each with the counts and stops that earlier ones cause.
+
+    Arguments and results as in `accept`; `path` has the nodes of the other rows.
+    """
     R, N = drafts.token_ids.shape
     split = model.split
     draw = split.sample if split else sample

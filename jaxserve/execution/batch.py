@@ -69,6 +69,7 @@ class BlobLayout:
 
     @cached_property
     def _padding(self) -> NDArray[np.int32]:
+        """Blob in which each field has its padding."""
         return np.concatenate([np.full(math.prod(shape), padding, np.int32) for _, shape, padding in self.fields])
 
     def new(self) -> tuple[NDArray[np.int32], dict[str, NDArray[np.int32]]]:
@@ -85,11 +86,14 @@ class BlobLayout:
 
     @cached_property
     def _matrices(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Name and shape of each field with several dimensions."""
         return tuple((name, shape) for name, _, shape in self.slices if len(shape) > 1)
 
     def unpack(self, blob: Int[Array, " words"]) -> dict[str, Any]:
-        """Return the fields on the device; pages as separate rows, since XLA would read the whole matrix for each row
-        of it.
+        """Return the fields of a blob on the device, by name.
+
+        Field PAGES becomes `new_pages`, each row of which is sliced from the blob: from a matrix, XLA would read all
+        rows for each of them.
         """
         found: dict[str, Any] = {}
         for name, where, shape in self.slices:
@@ -180,7 +184,7 @@ class SpeculativeBatch(StepBatch):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Shapes for one bucket: T tokens, R rows, E new pages, and log probabilities per token."""
+    """Input sizes for one bucket: T tokens, R rows, E new pages, and log probabilities per token."""
 
     num_tokens: int
     num_rows: int
@@ -203,7 +207,10 @@ class BatchLayout:
         return cls(*sizes, is_speculative, config.num_snapshots is not None)
 
     def num_logprob_steps(self, max_steps: int) -> int:
-        """Return the steps per dispatch that return log probabilities: only one for a whole vocabulary."""
+        """Return the number of steps, of up to `max_steps` per dispatch, that return log probabilities.
+
+        For a whole vocabulary it is only one.
+        """
         return max_steps if self.max_logprobs >= 0 else 1
 
     @cached_property
@@ -227,6 +234,7 @@ class BatchLayout:
         )
 
     def unpack(self, blob: Int[Array, " words"]) -> StepBatch:
+        """Return the inputs in a step's blob, on the device."""
         columns = self.blob.unpack(blob)
         columns["base_seed"] = lax.bitcast_convert_type(columns["base_seed"], np.dtype(np.uint32))
         kind = SpeculativeBatch if self.is_speculative else StateBatch if self.has_states else StepBatch
@@ -261,6 +269,7 @@ class Admission:
 
 
 def admission_layout(config: ScheduleConfig) -> BlobLayout:
+    """Return the layout for `Admission` blobs."""
     num_rows = min(config.max_num_seqs, ADMISSION_ROWS)
     max_pages = config.max_num_seqs * config.max_pages_per_row * config.kv_groups.size
     return BlobLayout(
@@ -281,9 +290,10 @@ def mask_layout(config: ScheduleConfig, vocab_size: int) -> BlobLayout:
 
 
 def num_copies(config: ScheduleConfig) -> int:
-    """Return E, the number of page copies made together (sources and targets). Targets out of range are padding."""
+    """Return the number of page copies per blob."""
     return min(config.max_num_seqs, ADMISSION_ROWS) * config.kv_groups.size
 
 
 def _page_field(num_pages: int) -> tuple[str, tuple[int, ...], int]:
-    return PAGES, (len(fields(PageEntries)), num_pages), np.iinfo(_INT).max  # out of range
+    """Return name, shape and padding (out of range) for a field with `num_pages` page table entries."""
+    return PAGES, (len(fields(PageEntries)), num_pages), np.iinfo(_INT).max

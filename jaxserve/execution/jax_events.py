@@ -6,7 +6,7 @@ import jax
 
 
 class EventCounter:
-    """Counts an event on the asking thread, whatever causes it. Lives forever: jax keeps its listeners.
+    """Counter for one monitoring event in jax, separate for each thread. It lives forever: jax keeps its listeners.
 
     Args:
         event: event name recorded by jax, with or without a duration.
@@ -27,5 +27,5 @@ class EventCounter:
 
     @property
     def count(self) -> int:
-        """Event count on this thread."""
+        """Event count so far on the calling thread."""
         return getattr(self._local, "count", 0)

@@ -84,17 +84,18 @@ class Lowering:
 
     @cached_property
     def sizes(self) -> ScheduleConfig:
-        """Sizes that affect programs."""
+        """Schedule with only the fields that affect programs."""
         return self.schedule.program_config
 
     @cached_property
     def compiler_options(self) -> Options:
-        """Compiler options for steps."""
+        """XLA's compiler options for step programs on these devices."""
         device = self.chip or (self.mesh.devices.flat[0] if self.mesh else jax.devices()[0])
         return step_options(device.device_kind)
 
     @property
     def num_devices(self) -> int:
+        """Number of devices that the model is split over."""
         return tensor_size(self.mesh)
 
     @cached_property
@@ -104,16 +105,17 @@ class Lowering:
 
     @cached_property
     def model(self) -> Model:
-        """Static parts of the programs."""
+        """Static parameters of the programs, for one device's shard."""
         sizes: dict[str, Any] = {"num_devices": self.num_devices, "max_logprobs": self.sizes.max_logprobs}
         return Model.from_arch(self.arch, backend=self.backend, observer=self.observer, **sizes)
 
     def abstract_state(self) -> ServeState:
-        """Shapes and dtypes of the device state; with a mesh, shardings too."""
+        """Return shapes and dtypes of the device state; with a mesh, shardings too."""
         options: dict[str, Any] = {"kv_dtype": self.kv_dtype, "backend": self.backend, "new_draft": self._new_draft}
         return abstract_state(self.arch, self.sizes, mesh=self.mesh, **options)
 
     def _new_draft(self) -> Any:
+        """Return the proposer's initial state; None without one."""
         return None if self.proposer is None else self.proposer.new_state()
 
     def new_state(self) -> jax.stages.Lowered:
@@ -131,8 +133,9 @@ class Lowering:
         return jax.jit(program).lower()
 
     def programs(self, shape: StepShape) -> dict[str, Lower]:
-        """Return functions that trace and lower the programs of a shape, by name: two if it samples late, otherwise
-        one.
+        """Return functions that trace and lower the programs of a step shape, by name.
+
+        A shape that samples late has two, for model and sampling, others have one.
         """
         if shape.samples_late:
             compute, sample = self.split(shape.num_tokens)
@@ -141,7 +144,7 @@ class Lowering:
         return {shape.name: partial(lower, shape.num_tokens, shape.num_rounds)}
 
     def step(self, bucket: int, num_rounds: int = 1) -> jax.stages.Lowered:
-        """Trace and lower a bucket's step with up to `num_rounds` rounds."""
+        """Trace and lower the step for up to `bucket` tokens and `num_rounds` rounds."""
         layout = BatchLayout.from_config(self.sizes, bucket)
         if self.arch.pooler is not None:
             return self._lower(make_pooling_step(self.model, layout), layout, self.param_shapes)
@@ -167,7 +170,7 @@ class Lowering:
         return (self.param_shapes, self.draft_shapes) if self.observer else self.param_shapes
 
     def speculative(self, bucket: int, num_rounds: int) -> jax.stages.Lowered:
-        """Trace and lower the speculative step for a bucket of rows, with up to `num_rounds` rounds."""
+        """Trace and lower the speculative step for up to `bucket` rows and `num_rounds` rounds."""
         assert self.proposer is not None, "a speculative step has a proposer"
         layout = BatchLayout.from_config(self.sizes, bucket, is_speculative=True)
         step = make_speculative_step(self.model, layout, self.proposer, num_rounds)
@@ -242,7 +245,7 @@ class Lowering:
 
 
 def known_options(options: Options) -> Options:
-    """Return the options known to this XLA: they come and go."""
+    """Return the compiler options that this XLA version has: they come and go."""
     return {name: value for name, value in options.items() if _is_known(name, value)}
 
 

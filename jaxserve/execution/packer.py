@@ -76,7 +76,7 @@ class BatchPacker:
         self._has_sampled = np.zeros(config.max_num_seqs, bool)
 
     def pack(self, plan: StepPlan, bucket: int) -> StepUpload:
-        """Pack `plan`, padded to `bucket` tokens. Call it once per plan, in order."""
+        """Return the arrays of `plan`, padded to `bucket` tokens. Call this once per plan, in order."""
         layout = self.layouts[bucket, bool(plan.num_drafts)]
         for request in plan.admitted:
             self._num_pages[request.slot] = 0
@@ -126,7 +126,7 @@ class BatchPacker:
         return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob, list(self._copies(plan.copies)))
 
     def _new_pages(self, plan: StepPlan) -> NDArray[np.int32]:
-        """Return page table entries that the device lacks, as (row, column, page); admissions last."""
+        """Return the page table entries that the device lacks, [3, E]: rows, columns, pages; admissions last."""
         entries: list[int] = []
         admitted, num_groups = set(plan.admitted), self.config.kv_groups.size
         for request in (*(r for r in plan.grown if r not in admitted), *plan.admitted):
@@ -144,6 +144,7 @@ class BatchPacker:
         return new_pages
 
     def _admissions(self, plan: StepPlan, new_pages: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
+        """Yield `Admission` blobs with the plan's admitted requests and with `new_pages`, as from `_new_pages`."""
         admitted = plan.admitted
         start_of = dict(zip(plan.requests, plan.starts, strict=True)) if admitted else {}
         while admitted or new_pages.size:
@@ -162,6 +163,7 @@ class BatchPacker:
             yield blob
 
     def _slot_rows(self, plan: StepPlan) -> Iterator[tuple[int, SlotRow]]:
+        """Yield slot and `SlotRow` of each admitted request that needs more than its admission carries."""
         start_of = dict(zip(plan.requests, plan.starts, strict=True)) if self.config.max_drafts else {}
         for request in plan.admitted:
             p = request.params
@@ -171,7 +173,7 @@ class BatchPacker:
                 yield request.slot, self._slot_row(request)
 
     def masks(self, plan: StepPlan) -> Iterator[NDArray[np.int32]]:
-        """Return blobs of new masks for the sampling rows.
+        """Yield blobs with the allowed-token masks of sampling rows that differ from the masks on the device.
 
         `pack` calls this except for split plans; then call it after earlier tokens have been read.
         """
@@ -202,6 +204,7 @@ class BatchPacker:
         return self._masks.new()[0]
 
     def _copies(self, copies: Sequence[tuple[int, int]]) -> Iterator[NDArray[np.int32]]:
+        """Yield blobs [2, E] with source and target page of each copy; targets out of range are padding."""
         for first in range(0, len(copies), self._num_copies):
             some = copies[first : first + self._num_copies]
             blob = np.full((2, self._num_copies), self.config.num_pages, _INT)
@@ -209,7 +212,7 @@ class BatchPacker:
             yield blob
 
     def _slot_row(self, request: Request) -> SlotRow:
-        """Return a request's data beyond its admission."""
+        """Return a request's entries in the slot tables: history, masks, biases, bad words and stop ids."""
         p = request.params
         bias = p.logit_bias or {}
         bad_words = np.full((MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), -1, _INT)
@@ -229,11 +232,13 @@ class BatchPacker:
 
 
 def _next_id(request: Request, position: int) -> int:
+    """Return the prompt token at `position`; 0 after the prompt."""
     prompt = request.prompt_token_ids
     return prompt[position] if position < len(prompt) else 0
 
 
 def _padded(values: list[Any], size: int, fill: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return `values` as an array of `size` elements, the rest of which are `fill`."""
     row = np.full(size, fill, dtype)
     row[: len(values)] = values
     return row

@@ -18,7 +18,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, Pages, 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class PagedAttention(Attention):
-    """Attention over the KV pool; each layer returns an instance with its writes to the pool.
+    """Attention over the paged KV pool, for all layers; each layer returns an instance with its writes to the pool.
 
     Attributes:
         backend: attention backend.
@@ -40,7 +40,7 @@ class PagedAttention(Attention):
 
     @classmethod
     def after(cls, tokens: TokenContext) -> PagedAttention:
-        """Return the attention as updated by the layers."""
+        """Return the attention, with its pools, that the last layer has left in `tokens`."""
         assert isinstance(tokens.attention, cls), "layers leave attention of the same type"
         return tokens.attention
 
@@ -52,7 +52,7 @@ class PagedAttention(Attention):
         layer: LayerContext,
         sinks: Float[Array, " Q"] | None,
     ) -> tuple[Float[Array, "T Q V"], PagedAttention]:
-        """Write the new tokens to the pool and attend over it.
+        """Write the new tokens to the pool and attend over it; return outputs, and attention with the updated pool.
 
         A layer that shares another's keys and values writes the same values to the same pages again.
         """
@@ -65,7 +65,7 @@ class PagedAttention(Attention):
         return out, dataclasses.replace(self, kv_pages=kv_pages, shared=shared)
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], PagedAttention]:
-        """Advance each row's state by its tokens."""
+        """Run a recurrent layer: return the outputs for its `inputs`, and attention with each row's state updated."""
         assert self.state_rows is not None, "a step of a model with recurrent layers has their rows"
         assert layer.state is not None, "the layer is recurrent"
         out, states = layer.state.advance(inputs, self.state_rows, self.states, layer.index)

@@ -1,4 +1,4 @@
-"""Step of a pooling model: chunks of prompts in, vectors out. No row ever samples or decodes.
+"""Pooling model's step: chunks of prompts in, vectors out. No row ever samples or decodes.
 
 A request has capacity for one token after its prompt. The step that computes the prompt's last token returns a vector
 in place of that token, which ends the request.
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 def make_pooling_step(model: Model, layout: BatchLayout) -> Program:
-    """Return the step for one bucket; see `make_serve_step`."""
+    """Return the program (params, state, blob) -> (state, output) for a pooling model's step.
+
+    To be jitted with `state` donated. `layout` has the bucket's sizes.
+    """
     assert model.arch.pooler is not None, "a model that pools has a pooler"
     kind, has_head = model.arch.pooler.kind, model.arch.pooler.num_labels > 0
 
@@ -61,13 +64,15 @@ def make_pooling_step(model: Model, layout: BatchLayout) -> Program:
 def pool(
     hidden: Float[Array, "T D"], rows: Rows, tokens: Tokens, kept: Float[Array, "S D"] | None, kind: PoolingKind
 ) -> tuple[Float[Array, "R D"], Float[Array, "S D"] | None]:
-    """Return the rows' vectors, and the values kept by slot for later chunks.
+    """Pool each row's hidden states; return a vector per row, and `kept` with this step's chunks included.
+
+    A vector is final if its row has computed the prompt's last token.
 
     Args:
-        hidden: hidden states of the step's tokens.
-        rows: rows of the step.
-        tokens: tokens of the step.
-        kept: results of earlier chunks: sums for MEAN, the first hidden state for CLS; None for LAST.
+        hidden: hidden states from the step's tokens.
+        rows: the step's rows.
+        tokens: the step's tokens.
+        kept: results from earlier chunks by slot: sums for MEAN, the first hidden state for CLS; None for LAST.
         kind: tokens that count.
     """
     if kept is None:
@@ -82,6 +87,6 @@ def pool(
         # A matmul, because the order of additions in a scatter varies on a GPU.
         own = jnp.dot(is_of_row.astype(jnp.float32), hidden.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         total = own + jnp.where(first[:, None], 0.0, earlier)
-    place = jnp.where(rows.q_lens > 0, rows.slot, kept.shape[0])
-    kept = kept.at[place].set(total, mode="drop")
+    slot = jnp.where(rows.q_lens > 0, rows.slot, kept.shape[0])
+    kept = kept.at[slot].set(total, mode="drop")
     return total if kind is PoolingKind.CLS else total / jnp.maximum(rows.end.history, 1)[:, None], kept

@@ -62,7 +62,7 @@ class ProgramStore:
         self._key = hashlib.sha256("\n".join(map(described, key_parts)).encode()).hexdigest()
 
     def get(self, name: str, compile_program: Callable[[], Compiled]) -> Compiled:
-        """Return the program called `name`: from disk, or compiled now and stored."""
+        """Return the program called `name`: loaded from disk, or made by `compile_program` and stored."""
         path = self._path(name)
         if path is None:
             return compile_program()
@@ -77,6 +77,7 @@ class ProgramStore:
         return program
 
     def has(self, name: str) -> bool:
+        """Return whether the program called `name` is on disk."""
         path = self._path(name)
         return path is not None and path.exists()
 
@@ -87,7 +88,7 @@ class ProgramStore:
 
 
 def described(part: object) -> str:
-    """Return a `repr` that is the same in every process: functions appear by module instead of address."""
+    """Return the `repr` of `part` with functions named by module instead of address: equal in every process."""
     names = {id(each): f"<function {each.__module__}.{each.__qualname__}>" for each in _functions(part)}
     return _FUNCTION.sub(lambda found: names.get(int(found[1], 16), found[0]), repr(part))
 
@@ -107,9 +108,10 @@ def _functions(part: object) -> Iterator[FunctionType]:
 
 
 def _read(path: Path, devices: Sequence[jax.Device]) -> Compiled | None:
+    """Load a program for `devices`; None if there is no file, or none that is safe and usable."""
     try:
-        for place in (path.parent, path):
-            check_owner(place)
+        check_owner(path.parent)
+        check_owner(path)
         content, in_tree, out_tree = pickle.loads(path.read_bytes())
         program = serialize_executable.deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
         os.utime(path)  # mark as used
@@ -135,6 +137,7 @@ def check_owner(path: Path) -> None:
 
 
 def _write(path: Path, program: Compiled) -> None:
+    """Store a program and remove the longest unused ones; warn if that is impossible."""
     try:
         content = pickle.dumps(serialize_executable.serialize(program))
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -156,7 +159,7 @@ def _warn_once(directory: Path, message: str) -> None:
 
 
 def prune(directory: Path, pattern: str, max_bytes: int = MAX_BYTES) -> None:
-    """Remove matching files, the oldest or longest unused first, until the rest fits."""
+    """Remove files matching `pattern` from a directory, the longest unused first, until the rest has `max_bytes`."""
     ages = []
     for path in directory.glob(pattern):
         with contextlib.suppress(FileNotFoundError):  # another process may prune as well
@@ -169,6 +172,7 @@ def prune(directory: Path, pattern: str, max_bytes: int = MAX_BYTES) -> None:
 
 
 def _environment() -> tuple[object, ...]:
+    """Return everything outside an engine that its programs depend on: versions, hardware, settings, our source."""
     device = jax.devices()[0]
     settings = [getattr(jax.config, name) for name in _SETTINGS]
     return (
@@ -189,12 +193,12 @@ def _cpu_flags() -> str:
 
 
 @cache
-def source_digest(*kinds: str) -> str:
-    """Return a digest of our files of some kinds: "py", "so" (native kernels), "json" (measured block sizes)."""
+def source_digest(*suffixes: str) -> str:
+    """Return a digest of our files with some suffixes: "py", "so" (native kernels), "json" (tuned block sizes)."""
     files = {}  # an installed `jaxserve` contains the other two packages, a checkout has them alongside
     for package in ("jaxserve", "jaxserve.pallas_kernels", "jaxserve.weights"):
         (root,) = import_module(package).__path__
-        paths = (path for kind in kinds for path in Path(root).rglob(f"*.{kind}"))
+        paths = (path for suffix in suffixes for path in Path(root).rglob(f"*.{suffix}"))
         files.update({f"{package.replace('.', '/')}/{path.relative_to(root)}": path for path in paths})
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):

@@ -73,6 +73,7 @@ class Programs:
         self._is_cpu = (devices or jax.devices())[0].platform == "cpu"
 
     def new_state(self) -> ServeState:
+        """Allocate an empty state on the devices, by a program that is compiled at the first call."""
         if self._make_state is None:
             self._make_state = self._get("new_state", self.lowering.new_state)
         state: ServeState = self._make_state()
@@ -87,7 +88,7 @@ class Programs:
         A separate thread compiles: an interrupt of a compiling caller would leave XLA working for nobody, and exit
         would destroy its client.
         """
-        first, *later = in_turn(self._shapes, compile_ahead, self.lowering.schedule.max_num_seqs)
+        first, *later = compile_order(self._shapes, compile_ahead, self.lowering.schedule.max_num_seqs)
         ready = threading.Event()
         self._compiled.clear()
         atexit.register(self._stop)
@@ -133,9 +134,9 @@ class Programs:
             ready.set()
 
     def _compile(self, wanted: Shapes, num_threads: int = 1, *, stored_only: bool = False) -> bool:
-        """Compile missing programs, in order, several simultaneously.
+        """Load or compile the missing programs of `wanted` shapes, in order, in `num_threads` threads.
 
-        With `stored_only`, only load stored ones; return whether these were all.
+        With `stored_only`, only load stored programs. Returns whether there was a program for every shape.
         """
         lowers = {shape: self.lowering.programs(shape) for shape in dict.fromkeys(wanted)}
         chosen = [shape for shape, parts in lowers.items() if not stored_only or all(map(self._steps.has, parts))]
@@ -152,9 +153,11 @@ class Programs:
         return len(chosen) == len(lowers)
 
     def _compile_writers(self) -> None:
+        """Load or compile the programs that write to slot tables."""
         self.writers = {name: self._get(name, lower) for name, lower in self.lowering.writers().items()}
 
     def _get(self, name: str, lower: Lower) -> Compiled:
+        """Load the program called `name`, or lower, compile and store it."""
         is_writer = name in _WRITERS
 
         def compile_now() -> Compiled:
@@ -166,14 +169,20 @@ class Programs:
         return (self._writers if is_writer else self._steps).get(name, compile_now)
 
     def fit(self, step: StepShape) -> StepShape | None:
-        """Return the cheapest compiled program for a step; the largest prompt program is always compiled."""
+        """Return the shape of the cheapest compiled program that can run a step of shape `step`; None if none can.
+
+        The largest program for prompts is always compiled.
+        """
         fits = self._fits
         if step not in fits:  # the search is slow, and requested several times per step
             fits[step] = cheapest(tuple(self.table), step)
         return fits[step]
 
     def take(self, program: StepShape, step: StepShape) -> tuple[Compiled, ...]:
-        """Return the program that runs a step, once it is compiled; note if a better one is missing."""
+        """Return the compiled program of shape `program` for running `step`; wait if it is not compiled yet.
+
+        Counts the steps for which a cheaper program is not compiled yet: after several, it is compiled too.
+        """
         if program not in self.table:  # a leading process has it
             self.wait_for(program)
         if not self._is_long.is_set() and program != cheapest(self._shapes, step):
@@ -183,7 +192,7 @@ class Programs:
         return self.table[program]
 
     def wait_for(self, program: StepShape) -> None:
-        """Block until a program is compiled; RuntimeError if it never will be."""
+        """Block until the program of a shape is compiled; RuntimeError if it never will be."""
         self._is_long.set()
         while program not in self.table:
             if self._compiled.wait(_POLL_S) and program not in self.table:
@@ -195,6 +204,7 @@ class Programs:
         return self._compiled.is_set() and self._compile_error is None
 
     def wait_until_warm(self) -> None:
+        """Block until every program is compiled; raise the error if a compilation failed."""
         self._is_long.set()
         self._compiled.wait()
         if self._compile_error is not None:
@@ -212,8 +222,14 @@ class Programs:
         self._compiled.wait()
 
 
-def in_turn(shapes: Shapes, compile_ahead: str, max_num_seqs: int) -> list[list[StepShape]]:
-    """Return the programs to compile before the first request, then those to compile later (`compile_ahead`)."""
+def compile_order(shapes: Shapes, compile_ahead: str, max_num_seqs: int) -> list[list[StepShape]]:
+    """Return batches of shapes in the order of compilation; requests wait only for the first batch.
+
+    Args:
+        shapes: all shapes; batches may repeat some.
+        compile_ahead: see `EngineConfig`.
+        max_num_seqs: maximum rows per step; the program for that many is the first of the last batch.
+    """
     plain = [shape for shape in shapes if not (shape.has_drafts or shape.samples_late)]
     drafting = [shape for shape in shapes if shape.has_drafts]
     by_size = {shape.num_tokens: shape for shape in reversed(plain)}  # the one with fewer rounds

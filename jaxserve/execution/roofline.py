@@ -77,32 +77,32 @@ def measure_peak_rates(dtype: jnp.dtype) -> PeakRates:
     on_cpu = jax.default_backend() == "cpu"
     M, D, F = (1024, 1024, 2048) if on_cpu else (4096, 4096, 8192)
     num_rows = (1 << 27 if on_cpu else 1 << 29) // dtype.itemsize // D
-    flops_per_s = _best_rate(2 * M * D * F, _products(jnp.ones((F, D), dtype), jnp.ones((M, D), dtype)))
+    flops_per_s = _best_rate(2 * M * D * F, _matmul_calls(jnp.ones((F, D), dtype), jnp.ones((M, D), dtype)))
     array = jnp.ones((num_rows, D), dtype)
-    readers = [*_products(array, jnp.ones((1, D), dtype)), lambda: _largest(array)]
+    readers = [*_matmul_calls(array, jnp.ones((1, D), dtype)), lambda: _largest(array)]
     return PeakRates(flops_per_s, _best_rate(array.nbytes, readers))
 
 
-_product = jax.jit(linear)
+_matmul = jax.jit(linear)
 _largest = jax.jit(jnp.max)
 
 
-def _products(weight: jax.Array, x: jax.Array) -> list[Call]:
-    """Return `x @ weight.T` in every way in which the engine may compute it."""
-    calls: list[Call] = [lambda: _product(x, weight)]
+def _matmul_calls(weight: jax.Array, x: jax.Array) -> list[Call]:
+    """Return functions that compute `x @ weight.T`: by XLA, and by a native kernel if there is one for this dtype."""
+    calls: list[Call] = [lambda: _matmul(x, weight)]
     if packed_linear.unsupported(weight.dtype, jax.default_backend()) is None:
         packed = NativeMatrix(packed_linear.pack(weight))
-        calls.append(lambda: _product(x, packed))
+        calls.append(lambda: _matmul(x, packed))
     return calls
 
 
 def _best_rate(work: int, calls: Sequence[Call]) -> float:
-    """Return the work per second of the fastest call, each doing `work`."""
-    return work / min(map(_seconds, calls))
+    """Return the rate of the fastest call: `work`, such as a number of bytes, per second."""
+    return work / min(map(_best_seconds, calls))
 
 
-def _seconds(call: Call) -> float:
-    """Return a call's shortest time while several are in flight."""
+def _best_seconds(call: Call) -> float:
+    """Measure a call several times, after compiling it, and return its shortest time in seconds."""
     call().block_until_ready()  # compiles
     deadline = time.perf_counter() + MEASURE_S
     best_s = _time_calls(call)
@@ -112,17 +112,20 @@ def _seconds(call: Call) -> float:
 
 
 def _time_calls(call: Call) -> float:
+    """Return the seconds that CALLS_IN_FLIGHT overlapping calls take together."""
     started = time.perf_counter()
     jax.block_until_ready([call() for _ in range(CALLS_IN_FLIGHT)])
     return time.perf_counter() - started
 
 
 def _cache_key(device: Device, dtype: jnp.dtype) -> str:
+    """Return the name of the file with a device's peak rates in `dtype`, without its suffix."""
     parts = (device.kind, f"x{device.count}", f"{device.num_cores} cores", f"jax {jax.__version__}", dtype.name)
     return "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
 
 
 def _best(kept: PeakRates | None, new: PeakRates) -> PeakRates:
+    """Return the higher rates of two measurements."""
     if kept is None:
         return new
     return PeakRates(max(kept.flops_per_s, new.flops_per_s), max(kept.bytes_per_s, new.bytes_per_s))
@@ -140,7 +143,7 @@ def _read(path: Path) -> tuple[PeakRates, int] | None:
 
 
 def _write(path: Path, peak_rates: PeakRates, num_measured: int) -> None:
-    """Write the cache, or warn if that is impossible."""
+    """Write the best rates so far and the number of measurements; warn if that is impossible."""
     content = {**asdict(peak_rates), "num_measurements": num_measured}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,6 +153,7 @@ def _write(path: Path, peak_rates: PeakRates, num_measured: int) -> None:
 
 
 def _cpu_model() -> str:
+    """Return the model name of the host's processor, or else its architecture."""
     try:
         found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:

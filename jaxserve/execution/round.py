@@ -98,28 +98,33 @@ class Model:
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         observer: Observer | None = None,
     ) -> Model:
-        """Return the model for the whole `arch`, or for one device's shard within a shard_map."""
+        """Return the static parameters of steps for `arch`: for one of `num_devices` shards of it, in a shard_map."""
         local, layout = arch.local(num_devices), LogprobLayout.from_sizes(max_logprobs, arch.vocab_size)
         split = VocabSplit(local.vocab_axis, num_devices, arch.vocab_size) if local.vocab_axis else None
         return Model(local, backend, layout, split, observer)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose inputs the observer reads, instead of the hidden states after the final norm."""
+        """Layers whose inputs the observer reads; empty if it reads the hidden states after the final norm."""
         return () if self.observer is None else self.observer.feature_layers
 
     def observing(self, params: Any) -> tuple[Params, Observe | None]:
-        """Return the model's parameters among a program's, and the function that observes its tokens, if any."""
+        """Split a program's parameters: return the model's, and the observer's `observe` bound to all of them.
+
+        Without an observer, `params` are the model's, and the function is None.
+        """
         return (params, None) if self.observer is None else (params[0], partial(self.observer.observe, params))
 
     @property
     def read_logprobs(self) -> ReadLogprobs:
-        """Function that computes log probabilities from logits."""
+        """Function (logits, token_ids, num_top) -> TokenLogprobs, for the layout of the logits over devices."""
         return self.split.token_logprobs if self.split else token_logprobs
 
 
 def begin(state: ServeState, layout: BatchLayout, blob: Array) -> tuple[ServeState, Any]:
-    """Return the batch, and the state with its new pages and zero expert counts."""
+    """Unpack a step's `blob` of inputs; return the state with new page table entries and zero expert counts, and the
+    batch.
+    """
     batch, counts = layout.unpack(blob), state.expert_tokens
     counts = None if counts is None else jnp.zeros_like(counts)
     return dataclasses.replace(
@@ -135,7 +140,18 @@ def plain_round(
     model: Model,
     observe: Observe | None = None,
 ) -> tuple[ServeState, StepOutput]:
-    """Run one round: the first computes each row's planned tokens, the others a previously sampled token."""
+    """Run the model on one round's tokens, and sample; return the state, and the output of this round.
+
+    Round 0 computes each row's planned tokens, a later one the token that the previous round has sampled.
+
+    Args:
+        params: the model's parameters.
+        state: device state.
+        batch: inputs of the step.
+        index: round.
+        model: static parameters.
+        observe: function that observes the tokens for a proposer, if any.
+    """
     rows = planned_rows(state.sequences, batch, index)
     tokens = round_tokens(batch, rows, state.slots, index)
     state, logits, hidden = compute_tokens(params, state, batch, rows, tokens, model, observe)
@@ -174,7 +190,10 @@ def compute_tokens(
 def sample_rows(
     state: ServeState, batch: StepBatch, rows: Rows, tokens: Tokens, logits: Float[Array, "R V"], model: Model
 ) -> tuple[ServeState, Int[Array, " R"]]:
-    """Sample from logits, and count the round's tokens as computed; return the state and the sampled tokens."""
+    """Sample a token from each row's `logits`; return the state after the round, and the token ids.
+
+    The state then has the round's tokens and the sampled ones in its histories and counts, and ended sequences stopped.
+    """
     split, sequences = model.split, state.sequences
     sampling = SamplingRows(sequences.records.at[rows.slot].get(**CLIPPED), rows.end.history, rows.samples)
     with jax.named_scope("sample"):
@@ -199,9 +218,20 @@ def run_model(
     tree_mask: Int[Array, " T"] | None = None,
     state_rows: StateRows | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T observed"], ServeState]:
-    """Return all tokens' hidden states, the proposer's observations, and the state.
+    """Run the model's layers on `tokens`; return their hidden states, their features for an observer, and the state.
 
-    The state has the tokens' keys, values and expert counts.
+    Features are the inputs of `model.feature_layers`, or the hidden states if there are none. The state has the tokens'
+    keys, values, recurrent states and expert counts.
+
+    Args:
+        params: the model's parameters.
+        state: device state.
+        rows: rows that the tokens belong to.
+        tokens: tokens to compute, T with padding.
+        num_rows: number of rows that are not padding.
+        model: static parameters.
+        tree_mask: ancestor bits of tokens in drafted trees; None without trees.
+        state_rows: rows for recurrent layers; None without them.
     """
     arch, live, shards = model.arch, tokens.live, None
     if arch.token_axis is not None:
@@ -226,7 +256,7 @@ def run_model(
 
 
 def with_counts(state: ServeState, output: StepOutput) -> tuple[ServeState, StepOutput]:
-    """Return state and output with the step's expert counts."""
+    """Return the state, and the output with the tokens per expert that the state has counted in this step."""
     return state, dataclasses.replace(output, expert_tokens=state.expert_tokens)
 
 

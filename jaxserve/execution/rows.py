@@ -46,12 +46,12 @@ class Rows:
         samples: Array,
         pages_to_read: tuple[PagesToRead | None, ...] | None = None,
     ) -> Rows:
-        """Return rows whose tokens are contiguous on the token axis."""
+        """Return rows with `q_lens` tokens each, contiguous on the token axis; see `Rows` for the arguments."""
         cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
         return Rows(slot, start, q_lens, cu_q_lens, samples, pages_to_read)
 
     def moved(self, by: Array, q_lens: Array) -> Rows:
-        """Return rows of the same sequences that begin `by` tokens later (earlier if negative)."""
+        """Return rows of the same sequences with `q_lens` tokens, which begin `by` tokens later (or earlier)."""
         return Rows.packed(self.slot, self.start.plus(by), q_lens, self.samples)
 
     @property
@@ -83,7 +83,10 @@ class Tokens:
 
 
 def ragged_rows(sequences: Sequences, rows: Rows, num_rows: Int[Array, ""]) -> list[RaggedRows]:
-    """Return a round's rows per KV group, in the form that attention takes, with their page table rows."""
+    """Return the attention kernel's input for a round's rows, one entry per KV group with its page table rows.
+
+    `num_rows` is the number of rows that are not padding.
+    """
     page_table, kv_lens, cu_q_lens = sequences.page_table, rows.end.cached, rows.cu_q_lens
     table_rows = sequences.table_rows(rows.slot)
     to_read = zip(table_rows, rows.pages_to_read or [None] * len(table_rows), strict=True)
@@ -91,9 +94,10 @@ def ragged_rows(sequences: Sequences, rows: Rows, num_rows: Int[Array, ""]) -> l
 
 
 def state_rows(batch: StepBatch, rows: Rows, tokens: Tokens) -> StateRows | None:
-    """Return a round's rows in the form that recurrent layers take; None for a model without them.
+    """Return the rows for recurrent layers: the state entries that each row reads and writes, and its tokens.
 
-    In a plan with several rounds each row continues in its slot's entry, and none takes a snapshot.
+    None for a model without such layers. In a plan with several rounds each row continues in its slot's entry, and none
+    takes a snapshot.
     """
     if not isinstance(batch, StateBatch):
         return None
@@ -110,10 +114,12 @@ def state_rows(batch: StepBatch, rows: Rows, tokens: Tokens) -> StateRows | None
 
 
 def takes_part(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Bool[Array, " R"]:
-    """Return the mask of rows that compute tokens in a round: at first all unstopped ones, then those that sample more.
+    """Return the mask of rows that compute tokens in a round: first all that have not stopped, then those that sample
+    more.
 
     Args:
-        batch: the plan.
+        sequences: sequences by slot.
+        batch: inputs of the step.
         index: number of tokens sampled in earlier rounds, per row or for all.
     """
     goes_on = batch.is_row & ~sequences.stopped.at[batch.slot].get(**CLIPPED)
@@ -121,7 +127,10 @@ def takes_part(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) 
 
 
 def planned_rows(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Rows:
-    """Return the rows of a round; see `takes_part` for `index`."""
+    """Return the rows of a round, with their planned tokens in the first one and then one token each.
+
+    Rows that do not take part have no tokens; see `takes_part`, also for the arguments.
+    """
     is_on = takes_part(sequences, batch, index)
     planned = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     q_lens = jnp.where(is_on, jnp.where(index == 0, planned, 1), 0)
@@ -129,12 +138,18 @@ def planned_rows(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]
 
 
 def num_draftable(sequences: Sequences, rows: Rows) -> Int[Array, " R"]:
-    """Return how many tokens after each row's first one have pages: a sequence's last token needs none."""
+    """Return the number of drafted tokens, after each row's first token, that its sequence has positions for.
+
+    A sequence's last token needs no page.
+    """
     return jnp.maximum(sequences.max_len(rows.slot) - 2 - rows.start.history, 0)
 
 
 def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Lengths, Array]:
-    """Return row, offset in the row, earlier lengths and liveness of each token on an axis; see `Tokens`."""
+    """Find the row of each of `num_tokens` tokens on the token axis.
+
+    Returns, per token: its row, its offset in the row, its sequence's lengths before it, and whether it is no padding.
+    """
     R = rows.slot.shape[0]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.sum(token[:, None] >= rows.cu_q_lens[None, 1:], axis=1, dtype=jnp.int32)  # compiles faster than a search
@@ -144,7 +159,14 @@ def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Lengths, Ar
 
 
 def round_tokens(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Array, ""]) -> Tokens:
-    """Return a round's tokens: those sent by the host, and sampled ones from the history."""
+    """Return a round's tokens, with ids from the host in the first round, or sampled ones from the token history.
+
+    Args:
+        batch: inputs of the step.
+        rows: rows of the round.
+        slots: slot tables with the token history.
+        index: number of tokens sampled in earlier rounds.
+    """
     T = batch.token_ids.shape[0]
     row, offset, before, live = place_tokens(rows, T)
     planned = jnp.where(live, batch.cu_q_lens[row] + offset, T)
@@ -155,7 +177,7 @@ def round_tokens(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Arra
 
 
 def remember(slots: SlotTable, rows: Rows, tokens: Tokens, sampled: Int[Array, " R"]) -> SlotTable:
-    """Write a round's tokens, and the sampled ones, to their sequences' history."""
+    """Return the slot tables with a round's tokens, and each row's `sampled` token after them, in the history."""
     S = slots.token_history.shape[0]  # out of range, dropped
     slot = [jnp.where(tokens.live, rows.slot[tokens.row], S), jnp.where(rows.samples, rows.slot, S)]
     index, token_ids = [tokens.history, rows.end.history], [tokens.token_ids, sampled]
@@ -167,7 +189,10 @@ def remember(slots: SlotTable, rows: Rows, tokens: Tokens, sampled: Int[Array, "
 def advance(
     sequences: Sequences, rows: Rows, sampling: SamplingRows, slots: SlotTable, sampled: Int[Array, " R"]
 ) -> Sequences:
-    """Count the round's tokens as computed; stop sequences ended by a token or at their maximum length."""
+    """Return the sequences after a round: its tokens count as computed, and sequences that have ended are stopped.
+
+    A sequence ends by its `sampled` token, or at its maximum length.
+    """
     S = sequences.length.shape[0]
     is_last = ends_sequence(sequences, rows.slot, rows.end.history, sampling.min_history_len, slots, sampled)
     length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.end.history, **DROPPED)
@@ -183,7 +208,16 @@ def ends_sequence(
     slots: SlotTable,
     sampled: Int[Array, " R"],
 ) -> Bool[Array, " R"]:
-    """Return the mask of sampled tokens that end the sequences in their slots."""
+    """Return the mask of `sampled` tokens that end their sequences: stop ids, and tokens at the maximum length.
+
+    Args:
+        sequences: sequences by slot.
+        slot: slot per row.
+        history_len: tokens before the sampled one.
+        min_history_len: minimum `history_len` at which a stop id counts.
+        slots: slot tables with the stop ids.
+        sampled: sampled token per row.
+    """
     stop_ids = slots.stop_ids.at[slot].get(**CLIPPED)
     is_stop = jnp.any(sampled[:, None] == stop_ids, axis=1) & (history_len >= min_history_len)
     is_full = history_len + 1 >= sequences.max_len(slot)

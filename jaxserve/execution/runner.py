@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Unsampled(NamedTuple):
-    """Inputs for sampling a split plan."""
+    """Inputs for sampling a split plan, whose model has been dispatched."""
 
     plan: StepPlan
     program: StepShape
@@ -40,7 +40,17 @@ class Unsampled(NamedTuple):
 
 @dataclass
 class RunningStep:
-    """A launched step. `output` becomes ready later; `result` waits for it. A split plan has none before `sample`."""
+    """A launched step. Its output becomes ready later, and `result` waits for it.
+
+    Attributes:
+        output: arrays on the device; for a split plan, inputs for sampling until `Runner.sample`.
+        layout: layout of packed log probabilities.
+        wants_logprobs: True to download log probabilities for sampled tokens.
+        wants_prompt_logprobs: True to download log probabilities for prompt tokens.
+        num_compiles: programs compiled for the launch.
+        launched_s: monotonic time after the dispatch.
+        max_drafts: maximum tokens drafted per row and round; None in a step without drafts.
+    """
 
     output: StepOutput | Unsampled
     layout: LogprobLayout
@@ -48,10 +58,11 @@ class RunningStep:
     wants_prompt_logprobs: bool
     num_compiles: int
     launched_s: float
-    max_drafts: int | None = None  # maximum tokens drafted per row and round; None in a step without drafts
+    max_drafts: int | None = None
 
     @property
     def _sampled(self) -> StepOutput:
+        """Output of a step that has been sampled."""
         assert isinstance(self.output, StepOutput), "a split plan is sampled before it is read"
         return self.output
 
@@ -130,7 +141,7 @@ class Runner:
         _close_at_exit(self)
 
     def restore_state(self) -> bool:
-        """Wait for the state, and replace it by an empty one if a failed step lost it; return whether it was lost."""
+        """Wait for the device state; if a failed step has destroyed it, create an empty one and return True."""
         if _is_sound(self.state):
             return False
         if jax.process_count() > 1:
@@ -164,16 +175,21 @@ class Runner:
             self.draft_params, self._sleeping_draft = _placed(self._sleeping_draft, self._draft_shapes), {}
 
     def wake_state(self) -> None:
+        """Allocate an empty state if `sleep` has freed it."""
         if self.state is None:
             self.state = self.programs.new_state()
 
     # Steps
 
     def fit(self, step: StepShape) -> StepShape | None:
+        """Return the shape of the cheapest compiled program that can run a step of this shape; None if none can."""
         return self.programs.fit(step)
 
     def launch(self, plan: StepPlan, program: StepShape) -> RunningStep:
-        """Dispatch one step after its admissions: one upload, one program, and the start of the download."""
+        """Dispatch a step by the compiled program of shape `program`, after its admissions, masks and page copies.
+
+        Starts the download too, except for a split plan, which `sample` must follow.
+        """
         compiles, upload = compile_counter.count, self.packer.pack(plan, program.num_tokens)
         if self._one_at_a_time:
             jax.block_until_ready(self.state)
@@ -215,7 +231,7 @@ class Runner:
         return compile_counter.count - compiles
 
     def _set_masks(self, blobs: Iterable[NDArray[np.int32]]) -> None:
-        """Set the masks of some rows. Only the mask array passes through the program."""
+        """Write blobs of allowed-token masks to the state. Only the mask array passes through the program."""
         for blob in blobs:
             assert self.state is not None, "a state that sleeps gets no masks"
             slots = self.state.slots
@@ -223,24 +239,25 @@ class Runner:
             self.state = dataclasses.replace(self.state, slots=slots)
 
     def _copy_pages(self, state: ServeState | None, blob: NDArray[np.int32]) -> ServeState:
-        """Return the state with copies of some pages. Only the pool passes through the program."""
+        """Return the state after the page copies in a blob. Only the pool passes through the program."""
         assert state is not None, "a state that sleeps has no pages"
         return dataclasses.replace(state, kv_pages=self.programs.writers["copy_pages"](state.kv_pages, blob))
 
 
 def array_shapes(params: Params) -> Params:
-    """Return shapes, dtypes and shardings: programs may be compiled while the weights are replaced."""
+    """Return shapes, dtypes and shardings of weights, which suffice to compile while the weights are replaced."""
     shapes: Params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
     return shapes
 
 
 def _placed(params: Params, shapes: Params) -> Params:
+    """Copy arrays from the host to devices, with the shardings in `shapes`."""
     placed: Params = jax.device_put(params, jax.tree.map(lambda shape: shape.sharding, shapes))
     return placed
 
 
 def _is_sound(state: ServeState | None) -> bool:
-    """Wait for a state; return False if the step that received or produced it failed."""
+    """Wait for a state; return False if a step that received or produced it has failed."""
     try:
         for leaf in jax.tree.leaves(state):  # each one, because different programs may have produced them
             leaf.block_until_ready()

@@ -35,7 +35,7 @@ class ShardRows(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: Rows, tokens: Tokens, num_slots: int, num_shards: int) -> ShardRows:
-        """Assign each row to the shard that has its slot."""
+        """Assign each row, with its tokens, to the shard that has its slot; `num_slots` is the number in all shards."""
         shard_len, slots_per_shard = tokens.row.shape[0] // num_shards, num_slots // num_shards
         shard = rows.slot // slots_per_shard
         lens = jnp.where(shard[None, :] == jnp.arange(num_shards)[:, None], rows.q_lens[None, :], 0)
@@ -46,7 +46,7 @@ class ShardRows(NamedTuple):
         return cls(shard, padded_index, live.reshape(-1), min(shard_len, slots_per_shard), num_shards)
 
     def select(self, rows: Rows, tokens: Tokens, index: Int[Array, ""]) -> tuple[Rows, Tokens, Int[Array, ""]]:
-        """Return the rows with tokens in shard `index`, in order; their tokens; and the number of these rows."""
+        """Return the rows in shard `index` that have tokens, in order, then their tokens, and the number of rows."""
         is_own = (self.shard == index) & (rows.q_lens > 0)
         order = jnp.argsort(~is_own, stable=True)[: self.max_rows]
         q_lens = jnp.where(is_own, rows.q_lens, 0)[order]

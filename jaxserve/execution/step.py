@@ -48,9 +48,15 @@ _GRAPH_NODES = (
 
 
 def make_serve_step(model: Model, layout: BatchLayout, max_steps: int = 1) -> Program:
-    """Return the step for one bucket, to be jitted with `state` donated; on several devices, in a shard_map.
+    """Return the program (params, state, blob) -> (state, output) for one step of up to `max_steps` rounds.
 
-    With an observer, its parameters are a pair (model, observer). It runs up to `max_steps` rounds.
+    To be jitted with `state` donated; on several devices, in a shard_map. If `model` has an observer, params is a pair:
+    the model's parameters and the observer's.
+
+    Args:
+        model: static parameters.
+        layout: sizes of the step's bucket, and layout of the blob with its inputs.
+        max_steps: maximum rounds.
     """
     R, num_words = layout.num_rows, model.logprobs.num_words
 
@@ -86,10 +92,15 @@ def make_serve_step(model: Model, layout: BatchLayout, max_steps: int = 1) -> Pr
 
 
 def make_split_step(model: Model, layout: BatchLayout, masks: BlobLayout) -> tuple[Compute, Sample]:
-    """Return the step for decoding rows whose masks arrive while the model runs.
+    """Return the two programs of a step for decoding rows whose token masks arrive while the model runs.
 
-    The first program runs the model and returns its logits, the second sets masks and samples. Both take the plan's
-    blob, and only masks may change between them. Arguments as in `make_serve_step`, plus the layout of the mask blob.
+    The first, (params, state, blob) -> (state, logits), runs the model. The second, (logits, state, blob, mask blob) ->
+    (state, output), sets masks and samples. Both take the plan's blob, and only masks may change between them.
+
+    Args:
+        model: static parameters.
+        layout: sizes of the step's bucket, and layout of the blob with its inputs.
+        masks: layout of the mask blob.
     """
     R, num_words, first_round = layout.num_rows, model.logprobs.num_words, jnp.int32(0)
     set_masks = make_set_masks(model, masks)
@@ -121,7 +132,7 @@ def make_split_step(model: Model, layout: BatchLayout, masks: BlobLayout) -> tup
 
 
 def step_options(device_kind: str) -> dict[str, str | bool]:
-    """Return XLA options for step programs on such devices.
+    """Return XLA's compiler options for step programs, given jax's `device_kind`, such as "cpu" or "TPU7x".
 
     For TPU7x, XLA would copy all weights before the loop over the layers, in every step: it expects tiles with twice as
     many rows to pay over all iterations, although each layer is read in only one of them. On a CPU compilation takes
@@ -140,13 +151,22 @@ def step_options(device_kind: str) -> dict[str, str | bool]:
 
 
 def _append(sampled: Int[Array, "R columns"], new: Int[Array, "R 2"], index: Int[Array, ""]) -> Int[Array, "R columns"]:
-    """Append a round's tokens."""
+    """Return a step's tokens with those of round `index`: column 0 has token counts, column 1 + i the ids of round i.
+
+    Args:
+        sampled: tokens of the earlier rounds.
+        new: per row, the number of tokens in this round, 0 or 1, and the token id.
+        index: round.
+    """
     sampled = sampled.at[:, 0].add(new[:, 0])
     return lax.dynamic_update_slice(sampled, new[:, 1:], (0, index + 1))
 
 
 def make_admit(layout: BlobLayout, proposer: Proposer | None = None) -> Admit:
-    """Return the program that admits requests to their slots; donates the state. The same on every device."""
+    """Return the program (state, blob) -> state that writes an `Admission` blob to the slots of its requests.
+
+    To be jitted with `state` donated. It is the same on every device.
+    """
 
     def admit(state: ServeState, blob: Array) -> ServeState:
         new = Admission(**layout.unpack(blob))
@@ -169,7 +189,13 @@ def make_admit(layout: BlobLayout, proposer: Proposer | None = None) -> Admit:
 
 
 def make_set_slot(split: VocabSplit | None) -> SetSlot:
-    """Return the program that admits a request whose sampling reads more than its logits; donates the state."""
+    """Return the program (state, slot, row) -> state that writes a request's `SlotRow` to the slot tables.
+
+    Only requests with penalties, biases, masks, bad words or many stop ids need it. To be jitted with `state` donated.
+
+    Args:
+        split: division of the vocabulary over devices; None if each has all of it.
+    """
 
     def set_slot(state: ServeState, slot: Int[Array, ""], row: SlotRow) -> ServeState:
         first_id, part_size = split.first_id if split else 0, state.slots.token_counts.shape[1]
@@ -191,7 +217,11 @@ def make_set_slot(split: VocabSplit | None) -> SetSlot:
 
 
 def make_set_masks(model: Model, layout: BlobLayout) -> SetMasks:
-    """Return the program that sets the allowed-token masks of some slots; donates all masks."""
+    """Return the program (masks, blob) -> masks that sets the allowed-token masks of some slots.
+
+    To be jitted with the masks donated. `layout` is the layout of a blob with slots and whole masks; with a split
+    vocabulary, each device keeps the part for its shard.
+    """
     split, part_size = model.split, model.arch.vocab_size
 
     def set_masks(allowed: UInt32[Array, "S W"], blob: Int[Array, " words"]) -> UInt32[Array, "S W"]:

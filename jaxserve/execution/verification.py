@@ -33,9 +33,16 @@ from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 
 
 def make_speculative_step(model: Model, layout: BatchLayout, proposer: Proposer, max_rounds: int) -> Any:
-    """Return the speculative step for one bucket: decoding rows run several rounds with up to K drafted tokens each.
+    """Return the program (params, state, blob) -> (state, output) for several speculative rounds of decoding rows.
 
-    To be jitted with `state` donated; on several devices, in a shard_map. Its parameters are a pair (model, proposer).
+    To be jitted with `state` donated; on several devices, in a shard_map. `params` is a pair: the model's parameters
+    and the proposer's. A round has up to K drafted tokens per row.
+
+    Args:
+        model: static parameters.
+        layout: sizes of the step's bucket, and layout of the blob with its inputs.
+        proposer: drafts the tokens.
+        max_rounds: maximum rounds.
     """
     R, num_words = layout.num_rows, model.logprobs.num_words
     num_columns = max_rounds * (proposer.max_drafts + 1)
@@ -66,10 +73,10 @@ def make_speculative_step(model: Model, layout: BatchLayout, proposer: Proposer,
 
 
 def _with_sent_tokens(state: ServeState, batch: SpeculativeBatch) -> ServeState:
-    """Return the state with the token ids sent by the host in its history: a prompt's last token, if only that was
-    left.
+    """Return the state with the token ids sent by the host written to the token history.
 
-    All other last known tokens have been sampled, or were known at admission.
+    The host sends a prompt's last token if only that was left to compute. All other last known tokens have been
+    sampled, or were known at admission.
     """
     slots = state.slots
     token_ids = batch.token_ids.at[batch.cu_q_lens[:-1]].get(**CLIPPED)
@@ -87,7 +94,11 @@ def _round(
     model: Model,
     proposer: Proposer,
 ) -> tuple[ServeState, StepOutput, Int[Array, " R"]]:
-    """Draft, verify and sample; return one word per row that describes the round: see `round_words`."""
+    """Run one speculative round: draft tokens, verify them with the model, and sample as far as they are accepted.
+
+    Returns the state, `out` with the sampled tokens appended, and one word per row that describes the round: see
+    `round_words`.
+    """
     target_params, _ = params
     num_sampled = out.sampled[:, 0]
     rows = planned_rows(state.sequences, batch, num_sampled)
@@ -118,16 +129,21 @@ def _round(
 
 
 def round_words(wanted: Array, drafted: Array, accepted: Array, sampled: Array) -> Int[Array, " R"]:
-    """Pack a round's token counts, each i32[R]; `executor.RoundCounts.unpack` reads them."""
+    """Pack the numbers of tokens wanted, drafted, accepted and sampled in a round, below 256 each, into one word per
+    row.
+
+    `executor.RoundCounts.unpack` reads them.
+    """
     return wanted << 24 | drafted << 16 | accepted << 8 | sampled
 
 
 def _verify(
     params: Params, state: ServeState, rows: Rows, drafts: Drafts, num_rows: Int[Array, ""], model: Model
 ) -> tuple[Float[Array, "N1 R V"], Float[Array, "RN1 observed"], ServeState]:
-    """Return logits after each row's last known token and drafted tokens, and the state: see `run_model`.
+    """Run the model on each row's last known token and its drafted ones, N1 nodes per row.
 
-    The second result holds the proposer's observations, row after row.
+    Returns the logits at each node, the features at each node for an observer, row after row, and the state: see
+    `run_model`. `num_rows` is the number of rows that are not padding.
     """
     R, N = drafts.token_ids.shape
     all_rows = Rows.packed(rows.slot, rows.start, rows.q_lens + drafts.count, rows.samples, rows.pages_to_read)
@@ -147,7 +163,7 @@ def _verify(
 
 
 def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Model) -> Pages:
-    """Return the pool with the tokens on each row's path moved together."""
+    """Return the KV pool with the tokens on each row's accepted path of nodes moved together, in all KV groups."""
     kv_pages = state.kv_pages
     sequences, forms = state.sequences, model.arch.kv_layout.forms
     for form, table_row in zip(forms, sequences.table_rows(rows.slot), strict=True):

@@ -62,6 +62,7 @@ def programs_dir(config: EngineConfig) -> Path | None:
 
 
 def _is_usable(directory: Path) -> bool:
+    """Create a cache directory; return False, and log the reason, unless only this user can write there."""
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
     except OSError as error:  # the store of whole programs warns of it
@@ -80,6 +81,7 @@ def _is_remote(directory: str) -> bool:
 
 
 def _engine_directory(config: EngineConfig) -> str | None:
+    """Return the path or URL of the cache directory that the options select; None without caching."""
     return str(config.cache_dir) if config.compilation_cache_dir == "auto" else config.compilation_cache_dir
 
 
@@ -92,7 +94,10 @@ def _process_directory() -> str | None:
 
 @contextlib.contextmanager
 def _using(directory: str | None) -> Iterator[None]:
-    """Use the cache in `directory`, or none. Overlapping scopes share the first one's until the last has ended."""
+    """Make jax use the cache in `directory`, or none, within a context.
+
+    Overlapping contexts all use the first one's directory, until the last of them has ended.
+    """
     global _num_open  # noqa: PLW0603  # of the process, as jax's own settings
     with _lock:
         if not _num_open:
@@ -115,6 +120,7 @@ def _using(directory: str | None) -> Iterator[None]:
 
 
 def _set(settings: dict[str, Any]) -> None:
+    """Change jax settings, and have jax open its cache again if the directory changes."""
     before = _current(settings)
     for name, value in settings.items():
         jax.config.update(name, value)
@@ -123,4 +129,5 @@ def _set(settings: dict[str, Any]) -> None:
 
 
 def _current(names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of jax settings by name."""
     return {name: getattr(jax.config, name) for name in names}

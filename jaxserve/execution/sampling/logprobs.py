@@ -77,6 +77,7 @@ class LogprobLayout:
 
 
 def _bits(values: Array) -> Array:
+    """Return the bits of float32 values as int32."""
     return lax.bitcast_convert_type(values, jnp.int32)
 
 

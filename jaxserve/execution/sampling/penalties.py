@@ -38,7 +38,7 @@ def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: Slot
 def count_sampled(
     counts: Int[Array, "S V"], rows: SamplingRows, sampled: Int[Array, " R"], first_id: Int[Array, ""] | int = 0
 ) -> Int[Array, "S V"]:
-    """Add each row's sampled token to its slot's counts, if the row has penalties.
+    """Return `counts` with each row's sampled token added in its slot, if the row has penalties.
 
     Args:
         counts: token counts by slot; column 0 is token `first_id`, others are the next ids.
@@ -56,7 +56,7 @@ def count_sampled(
 def count_tokens(
     token_ids: Int[Array, " C"], prompt_len: Int[Array, ""], first_id: Int[Array, ""] | int, size: int
 ) -> Int[Array, " V"]:
-    """Count a request's prompt and output tokens, in the encoding for penalties (see the module).
+    """Return the counts of a request's tokens by id: occurrences in the output, plus PROMPT for ids only in the prompt.
 
     Args:
         token_ids: prompt and output tokens, padded with -1.

@@ -18,7 +18,7 @@ GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in vLLM
 
 
 class RowParameter:
-    """SamplingRows parameter with one entry per row: a column of its records, which the host packs from requests.
+    """Descriptor of a SamplingRows attribute that is a column of its records, which the host packs from requests.
 
     Args:
         dtype: dtype of one entry, in whole 4-byte words.
@@ -96,12 +96,12 @@ class SamplingRows:
 
     @property
     def is_masked(self) -> Bool[Array, " R"]:
-        """Mask of live rows that may not stop yet."""
+        """Mask of live rows that may not stop yet, so that stop ids are forbidden."""
         return self.live & (self.history_len < self.min_history_len)
 
     @property
     def is_penalised(self) -> Bool[Array, " R"]:
-        """Mask of live rows that ask for any penalty."""
+        """Mask of live rows with a repetition, presence or frequency penalty."""
         asked = (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
         return self.live & asked
 
@@ -167,11 +167,11 @@ class SlotRow:
 
 
 def by_blocks(compute: Callable[[Any], Any], rows: Any, block: int) -> Any:
-    """Return `compute(rows)`, computed in blocks of rows to limit temporary memory.
+    """Return `compute(rows)`, computed by blocks of rows in a loop to limit temporary memory.
 
     Args:
-        compute: maps arrays with entries per row to arrays with entries per row; rows must be independent.
-        rows: pytree of such arrays.
+        compute: function from a pytree of arrays with an entry per row to another one; rows must be independent.
+        rows: pytree of arrays with an entry per row.
         block: maximum rows per block.
     """
     num_rows = jax.tree.leaves(rows)[0].shape[0]

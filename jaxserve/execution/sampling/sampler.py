@@ -72,7 +72,7 @@ def sample(
 
 
 def rows_at_a_time(num_rows: int) -> int:
-    """Return the number of rows that are sampled together."""
+    """Return the maximum number of rows, out of `num_rows`, that the target platform samples together."""
     return TPU_ROWS if target_platform() == "tpu" else num_rows
 
 
@@ -105,6 +105,12 @@ def adjust_logits(
 def _bias_and_mask(
     logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, first_id: Int[Array, ""] | int
 ) -> Float[Array, "R V"]:
+    """Return logits with each row's biases added, and with -inf for the ids that it must not sample.
+
+    These are ids that are not allowed or complete a bad word, and stop ids before `min_history_len`. `first_id` is the
+    token of the first column.
+    """
+
     def at_slots(values: Array) -> Array:
         return values.at[rows.slot].get(mode="clip")
 
@@ -129,7 +135,7 @@ def _bias_and_mask(
 
 
 def _recent_output(rows: SamplingRows, table: SlotTable, count: int) -> Int[Array, "R N"]:
-    """Return the last `count` output tokens of each row, with -2 before its first one."""
+    """Return the last `count` output tokens of each row, [R, count], with -2 before its first one."""
     index = rows.history_len[:, None] - jnp.arange(count, 0, -1)[None]
     slot = rows.slot[:, None]
     token_ids = table.token_history.at[slot, jnp.maximum(index, 0)].get(mode="clip")
@@ -142,7 +148,10 @@ def draw_tokens(
     base_seed: UInt32[Array, ""],
     drafted: DraftedTokens | None = None,
 ) -> Int[Array, " R"]:
-    """Return token ids i32[R] from adjusted logits: the most likely one for greedy rows, a drawn one for others."""
+    """Return token ids i32[R] from adjusted logits: the most likely one for greedy rows, a sampled one for others.
+
+    If `drafted` is given, a sampled row keeps its drafted token if it is accepted.
+    """
 
     def draw() -> Int[Array, " R"]:
         weights = token_weights(logits, rows)

@@ -37,7 +37,7 @@ def add_at(
 
 
 def take_rows(table: Int[Array, "S V"], slots: Int[Array, " R"]) -> Int[Array, "R V"]:
-    """Return rows of `table` [S, V]; slots out of range are clipped."""
+    """Return the rows of `table` [S, V] at `slots`; slots out of range are clipped."""
 
     def one_by_one(table: Array, slots: Array) -> Array:
         return lax.map(lambda slot: lax.dynamic_index_in_dim(table, slot, keepdims=False), slots)
@@ -120,19 +120,23 @@ def plain_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
     return jnp.argmax(logits, axis=1).astype(jnp.int32)
 
 
-def _argmax_by_reductions(logits: Array) -> Array:
-    # Two plain reductions: XLA vectorises them on CPUs, but not an argmax over (value, index) pairs, 3 times slower.
+def _argmax_by_reductions(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
+    """Compute `first_argmax` by two reductions, of values and of ids.
+
+    XLA vectorises both on CPUs, but not an argmax over pairs of value and id, which takes 3 times as long.
+    """
     vocab_size = logits.shape[1]
     index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     is_largest = logits == jnp.max(logits, axis=1, keepdims=True)
     return jnp.min(jnp.where(is_largest, index, vocab_size - 1), axis=1)
 
 
-def _scatter_add(table: Array, token_ids: Array, values: Array) -> Array:
+def _scatter_add(table: Float[Array, "R V"], token_ids: Int[Array, "R B"], values: Float[Array, "R B"]) -> Array:
+    """Compute `add_at` by a scatter."""
     row = jnp.arange(table.shape[0])[:, None]
     token_ids = jnp.where(token_ids < 0, table.shape[1], token_ids)  # negative indices would count from the end
     return table.at[row, token_ids].add(values, mode="drop")
 
 
-def _one_hot(index: Array, size: int) -> Array:
+def _one_hot(index: Int[Array, "R B"], size: int) -> Bool[Array, "R B size"]:
     return index[:, :, None] == jnp.arange(size)[None, None, :]

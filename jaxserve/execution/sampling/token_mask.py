@@ -14,12 +14,12 @@ WORD_BITS = 32  # tokens per mask word; bit i in word w is token 32 * w + i, as 
 
 
 def mask_size(vocab_size: int) -> int:
-    """Return the words per mask, a multiple of LANES."""
+    """Return the number of 32-bit words in the mask of a vocabulary, a multiple of LANES."""
     return padded_to_lanes(-(-vocab_size // WORD_BITS))
 
 
 def pack_mask(token_ids: Sequence[int] | None, vocab_size: int) -> NDArray[np.uint32]:
-    """Return the allowed-token mask on the host; None allows all."""
+    """Return the mask, as numpy words, that allows only `token_ids`; None allows all tokens."""
     allowed = np.full(mask_size(vocab_size) * WORD_BITS, token_ids is None)
     if token_ids is not None:
         allowed[np.asarray(token_ids, np.int64)] = True
@@ -47,7 +47,7 @@ def unpack_mask(words: UInt32[Array, "R W"], size: int) -> Bool[Array, "R V"]:
 
 
 def mask_part(words: UInt32[Array, " W"], first_id: Int[Array, ""], size: int) -> UInt32[Array, " part"]:
-    """Return the mask for `size` tokens from `first_id` on, for one device's vocabulary shard."""
+    """Cut a mask: return the words for `size` tokens from `first_id` on, which are one device's vocabulary shard."""
     words = jnp.pad(words, (0, mask_size(size) + 1))  # a slice beyond the end would be clamped
     window = lax.dynamic_slice(words, (first_id // WORD_BITS,), (mask_size(size) + 1,))
     shift = (first_id % WORD_BITS).astype(jnp.uint32)

@@ -54,7 +54,7 @@ class VocabSplit:
         base_seed: UInt32[Array, ""],
         drafted: DraftedTokens | None = None,
     ) -> Int[Array, " R"]:
-        """Return `sampling.sample` over all logits, the same on every device.
+        """Return the result of `sampling.sample` over the whole vocabulary, the same on every device.
 
         Counts and masks in the table cover only the device's own shard of the vocabulary. Each device adjusts all rows
         in its shard, then draws for a part of the rows.
@@ -78,12 +78,12 @@ class VocabSplit:
     def token_logprobs(
         self, logits: Float[Array, "R part"], token_ids: Int[Array, " R"], num_top: int
     ) -> TokenLogprobs:
-        """Return `sampling.token_logprobs` over all logits, the same on every device."""
+        """Return the result of `sampling.token_logprobs` over the whole vocabulary, the same on every device."""
         found: TokenLogprobs = self._by_rows(partial(token_logprobs, num_top=num_top), logits, token_ids)
         return found
 
     def _most_likely(self, logits: Float[Array, "R part"]) -> Int[Array, " R"]:
-        """Return the first of the largest logits, which is on the first device that has one."""
+        """Return the id of each row's first largest logit over the whole vocabulary, the same on every device."""
         first_id = self.first_id
         token_id = first_id + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logits = jnp.where(token_id < self.vocab_size, logits, -jnp.inf)
@@ -95,7 +95,15 @@ class VocabSplit:
         return jnp.minimum(jnp.take_along_axis(pairs[:, 1], best, axis=0)[0], self.vocab_size - 1)
 
     def _by_rows(self, compute: Callable[[Array, Any], Any], logits: Float[Array, "R part"], rows: Any) -> Any:
-        """Return `compute(logits, rows)` with rows split over devices; `rows` and the result have per-row entries."""
+        """Return `compute(whole logits, rows)`, of which each device computes a part of the rows.
+
+        Devices exchange logits, so that each has the whole vocabulary for its rows, and finally the results.
+
+        Args:
+            compute: function of logits [rows, V] and a pytree with an entry per row; returns such a pytree.
+            logits: this device's vocabulary shard.
+            rows: pytree with an entry per row.
+        """
         num_rows = logits.shape[0]
         part = -(-num_rows // self.num_devices)
 
