@@ -50,8 +50,8 @@ def summarize(
     Args:
         trace: trace of the run.
         slo: limits that goodput counts.
-        price_per_hour: price of the machine, for the cost of tokens.
-        sizes: sizes of the engine, for figures about its steps; None for a server, whose steps are unknown.
+        price_per_hour: machine price, for the token cost.
+        sizes: engine sizes, for figures about its steps; None for a server, whose steps are unknown.
     """
     figures = {
         **_throughput(trace),
@@ -79,7 +79,7 @@ def percentiles(values: Sequence[float]) -> Json:
 
 
 def _throughput(trace: LoadTrace) -> Json:
-    """Return a run's numbers of requests and tokens, and the same per second."""
+    """Return a run's request and token counts, and its rates per second."""
     num_prompt = sum(r.num_prompt_tokens for r in trace.requests)
     num_output = sum(len(r.token_s) for r in trace.requests)
     num_cached = sum(r.num_cached_tokens for r in trace.requests)
@@ -120,7 +120,7 @@ def _steps(trace: EngineTrace, sizes: EngineSizes) -> Json:
 
 
 def _mean_and_max(values: Sequence[float] | Sequence[int]) -> Json:
-    """Return the mean and maximum of some values; zeros if there are none."""
+    """Return the values' mean and maximum; zeros without values."""
     return {"mean": float(np.mean(values)), "max": float(max(values))} if values else {"mean": 0.0, "max": 0.0}
 
 

@@ -76,7 +76,7 @@ def compare(jobs: Sequence[Job], found: Sequence[RequestOutput], expected: Seque
 
 
 def _num_same(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length that two token sequences have in common at their start."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -86,7 +86,7 @@ def _logprobs(output: CompletionOutput) -> Sequence[dict[int, Logprob]]:
 
 
 def _largest_difference(a: CompletionOutput, b: CompletionOutput, num_same: int) -> float:
-    """Return the largest difference of log probabilities, over the first `num_same` positions and tokens in both."""
+    """Return the largest log-probability difference, over the first `num_same` positions and tokens in both."""
     pairs = zip(_logprobs(a)[:num_same], _logprobs(b)[:num_same], strict=True)
     return max((abs(p[i].logprob - q[i].logprob) for p, q in pairs for i in p.keys() & q.keys()), default=0.0)
 

@@ -51,6 +51,7 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int
 
 
 def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Plan:
+    """Return the plan for the target with this name, by the flags and engine options."""
     target = parse_target(name)
     missing = missing_compiler(target, find_compilers(args.compilers))
     if missing is not None and args.programs:
@@ -69,6 +70,7 @@ def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]
 
 
 def _sweep(args: argparse.Namespace, make: Callable[[str], Plan]) -> list[Plan]:
+    """Print the comparison of the swept targets; return the plans, made by name, of those that could be planned."""
     prices = read_prices(args.prices) if args.prices is not None else {}
     read_model(args.model)  # an invalid model would fail on every target
 
@@ -84,7 +86,7 @@ def _sweep(args: argparse.Namespace, make: Callable[[str], Plan]) -> list[Plan]:
 
 
 def _suggest_compilers(plans: Sequence[Plan], args: argparse.Namespace) -> None:
-    """Print one compiler per platform that would make the plans more exact to stderr."""
+    """Print to stderr how to install the missing compilers that would make the plans more exact."""
     if args.no_compile:
         return
     fitting = {plan.target.platform: plan.target for plan in plans if plan.fits and plan.largest is None}

@@ -57,7 +57,7 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--programs", action="store_true", help=text)
     text = (
         "folder into which pip install --target installed the chips' compilers; no other command sees them "
-        f"(default: {_default_compilers()})"
+        f"(default: {find_compilers(None)})"
     )
     plan.add_argument("--compilers", metavar="DIR", help=text.replace("%", "%%"))
     plan.add_argument("--json", action="store_true", help="print all figures as JSON instead of text")
@@ -76,8 +76,8 @@ class _TargetDecides(argparse.Action):
 
 
 def find_compilers(given: str | None) -> Path:
-    """Return the compilers' folder, by default in the user's cache directory."""
-    return Path(given) if given is not None else _default_compilers()
+    """Return the compilers' folder: the given one, or by default one in the user's cache directory."""
+    return user_cache_dir() / "compilers" if given is None else Path(given)
 
 
 def use_compilers(directory: Path) -> None:
@@ -89,7 +89,3 @@ def use_compilers(directory: Path) -> None:
     path = str(directory.absolute())
     if directory.is_dir() and path not in sys.path:
         sys.path.append(path)  # last, so that an installed plugin has priority
-
-
-def _default_compilers() -> Path:
-    return user_cache_dir() / "compilers"

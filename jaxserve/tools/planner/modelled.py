@@ -15,7 +15,15 @@ TOKEN = 0  # token that every row samples
 
 @dataclass(slots=True)
 class ModelledStep:
-    """Simulated step whose end is known when it is launched."""
+    """Simulated step, whose end is known when it is launched.
+
+    Attributes:
+        executor: executor whose clock it advances.
+        launched_s: simulated launch time.
+        ended_s: simulated end time.
+        max_new: tokens that each row samples.
+        num_compiles: 0, as nothing is compiled.
+    """
 
     executor: "ModelledExecutor"
     launched_s: float
@@ -24,6 +32,7 @@ class ModelledStep:
     num_compiles: int = 0
 
     def is_ready(self) -> bool:
+        """Return whether the simulated clock has reached `ended_s`."""
         return self.ended_s <= self.executor.now_s
 
     def result(self) -> StepResult:
@@ -65,6 +74,7 @@ class ModelledExecutor:
         return ModelledStep(self, self.now_s, self._free_s, plan.max_new)
 
     def sample(self, step: ModelledStep) -> int:
+        """Raise AssertionError: no plan needs a separate launch for sampling."""
         raise AssertionError("no plan is split")
 
     def restore_state(self) -> bool:

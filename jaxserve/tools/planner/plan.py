@@ -173,7 +173,14 @@ def make_plan(
 
 
 def _advised(plan: Plan, config: EngineConfig, memory: Memory, advises: bool) -> Plan:
-    """Return the plan with the largest max_model_len that fits, and remedies if none does."""
+    """Return the plan with the largest max_model_len that fits, and remedies if none does.
+
+    Args:
+        plan: plan without both.
+        config: options of the plan.
+        memory: memory per device, with the temporaries of compiled steps.
+        advises: False to look for no remedies.
+    """
     fitting_len = find_fitting_len(config, plan.target, memory, plan.schedule)
     remedies = tuple(find_remedies(config, plan.target, memory)) if advises and fitting_len == 0 else ()
     return dataclasses.replace(plan, fitting_len=fitting_len, remedies=remedies)
@@ -185,6 +192,7 @@ def decode_bucket(schedule: ScheduleConfig) -> int:
 
 
 def _predicted(name: str, given: int | None, limit_name: str, limit: int) -> int:
+    """Return the given length or number of rows, by default `_TOKENS`; ConfigError if it exceeds the limit."""
     if given is None:
         return min(_TOKENS, limit)
     if not 0 < given <= limit:
@@ -193,6 +201,15 @@ def _predicted(name: str, given: int | None, limit_name: str, limit: int) -> int
 
 
 def _speed(roofline: Roofline, num_pages: int, prompt_tokens: int, context_tokens: int, batch: int) -> Speed:
+    """Predict a prompt's prefill and decode steps with several numbers of rows, `batch` among them.
+
+    Args:
+        roofline: the model on the target.
+        num_pages: pages in a shard's pool, which limit the rows.
+        prompt_tokens: prompt length.
+        context_tokens: context length per row.
+        batch: additional number of rows.
+    """
     schedule = roofline.schedule
     most = schedule.num_data_shards * (num_pages // schedule.kv_groups.num_pages(context_tokens))
     most = min(schedule.max_num_seqs, most)

@@ -34,7 +34,7 @@ _IN_LAYER = re.compile(r'op_name="[^"]*/(attention|mlp)/')  # named scopes in a 
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives with the same type, such as "all-reduce"."""
+    """All collectives with the same type, such as "all-reduce", in a program or in one layer."""
 
     kind: str
     count: int
@@ -120,12 +120,14 @@ class StepCompiler:
             return {name: self._seconds(lower) for name, lower in programs.items()}
 
     def _seconds(self, lower: Callable[[], jax.stages.Lowered]) -> float:
+        """Return the seconds that it takes to lower a program and to compile it for the chip."""
         started = time.perf_counter()
         self._chip.compile_all([lower()])
         return time.perf_counter() - started
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
+        """Turn a compiler's errors within the context into ConfigErrors that name the target."""
         try:
             yield
         except (UnknownTopologyError, jax.errors.JaxRuntimeError) as error:
@@ -133,6 +135,7 @@ class StepCompiler:
             raise ConfigError(f"steps cannot be compiled for {self.target.name}: {reason}") from error
 
     def _lowering(self, arch: ArchConfig, max_steps: int = 1) -> Lowering:
+        """Return the object that lowers a model's programs for the target, with up to `max_steps` rounds per step."""
         leave_tpus_alone()
         num_devices, devices = self.target.num_devices, self._chip.devices(self.target.topology)
         num_expert_shards = 1 if arch.experts is None else arch.experts.num_shards
@@ -144,10 +147,12 @@ class StepCompiler:
         return Lowering(arch, params, *sizes, chip=self._chip)
 
     def _is_scanned(self, arch: ArchConfig) -> bool:
+        """Return whether steps loop over a model's layers, which are then stacked and compiled once."""
         return self._chip.platform == "tpu" and decoder.can_scan(arch)
 
     @property
     def _chip(self) -> Chip:
+        """Chip that programs are compiled for."""
         assert self.target.sheet is not None, "there is nothing to compile for a CPU"
         return self.target.sheet.chip
 
@@ -184,6 +189,7 @@ def abstract_params(
 
 
 def _stacked(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the shape of equal arrays stacked along a new first axis, which is not sharded."""
     first, sharding = leaves[0], leaves[0].sharding
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
@@ -211,6 +217,7 @@ def collectives(program: str) -> tuple[Collective, ...]:
 
 
 def _array_bytes(kind: str, bits: str, sizes: str) -> int:
+    """Return an array's size, given HLO's words for it: type, the type's bits, and sizes separated by commas."""
     return prod(int(size) for size in sizes.split(",") if size) * (8 if kind == "pred" else int(bits)) // 8
 
 

@@ -44,17 +44,26 @@ class Remedy:
 
 
 def find_fitting_len(config: EngineConfig, target: Target, memory: Memory, schedule: ScheduleConfig) -> int | None:
-    """Return the largest max_model_len that fits, given a device's memory; None if all fits, 0 if nothing does."""
+    """Return the largest max_model_len that fits; None if the planned one does, 0 if none does.
+
+    Args:
+        config: engine options.
+        target: the chips.
+        memory: memory per device with the planned max_model_len.
+        schedule: sizes with the planned max_model_len.
+    """
     # Slots grow with max_model_len: a length that fits beside the slots of the longest requests fits in any case, and
     # the slots of a shorter length give an upper bound.
     if not memory.missing:
         return None
 
     def sized(length: int) -> Memory:
+        """Return the memory per device with another max_model_len."""
         sizes = Sizes.resolve(dataclasses.replace(config, max_model_len=length), target)
         return dataclasses.replace(sizes.memory, temp=memory.temp)
 
     def bound(memory: Memory) -> int:
+        """Return the largest shorter length whose pages fit alongside the slots that `memory` counts."""
         tokens = schedule.kv_groups.max_tokens(memory.num_fitting_pages)
         return schedule.max_model_len - 1 if tokens is None else min(tokens, schedule.max_model_len - 1)
 
@@ -87,14 +96,14 @@ def find_remedies(config: EngineConfig, target: Target, memory: Memory) -> list[
 
 
 def _settings(config: EngineConfig, target: Target) -> Iterator[Mapping[str, Any]]:
-    """Yield options that take less memory than the given ones, or leave more."""
+    """Yield options that reserve less memory for steps than `config`, or that use more of the target's memory."""
     yield {name: value for name, value in _SMALL_STEPS.items() if (getattr(config, name) or math.inf) > value}
     if target.platform != "cpu" and config.gpu_memory_utilization < _HIGH_UTILIZATION:
         yield {"gpu_memory_utilization": _HIGH_UTILIZATION}
 
 
 def _best(remedies: Iterator[Remedy], missing: int) -> Remedy | None:
-    """Return the first remedy that fits, or else the one that lacks the fewest bytes below `missing`, or None."""
+    """Return the first remedy that fits, or else the one that lacks least; None if all lack `missing` bytes or more."""
     others = []
     for remedy in remedies:
         if remedy.fitting_len is None:
@@ -105,7 +114,13 @@ def _best(remedies: Iterator[Remedy], missing: int) -> Remedy | None:
 
 
 def _tried(config: EngineConfig, candidates: Iterable[tuple[Mapping[str, Any], Target]], temp: int) -> Iterator[Remedy]:
-    """Plan each pair of options and chips; pairs that the engine refuses are left out."""
+    """Yield a remedy for each pair of options and chips, without the pairs that the engine refuses.
+
+    Args:
+        config: options that `candidates` change.
+        candidates: changed options and chips.
+        temp: size of temporaries per device.
+    """
     for options, target in candidates:
         tried = dataclasses.replace(config, **options, tensor_parallel_size=target.num_devices)
         try:

@@ -17,7 +17,7 @@ _NOT_COMPILED = "nothing was compiled: temporaries of steps and exchanges betwee
 
 def build_report(plan: Plan) -> Json:
     """Return all figures of a plan; null if nothing is compiled or predicted."""
-    memory, schedule, speed = plan.memory, plan.schedule, plan.speed
+    memory, schedule, speed, times = plan.memory, plan.schedule, plan.speed, plan.program_s
     programs = [program for program in (plan.largest, plan.decode) if program is not None]
     return {
         "model": plan.model,
@@ -37,7 +37,14 @@ def build_report(plan: Plan) -> Json:
         "fits": plan.fits,
         "missing_bytes_per_chip": memory.missing,
         "fitting_max_model_len": plan.fitting_len,
-        "remedies": [_remedy(remedy) for remedy in plan.remedies],
+        "remedies": [
+            {
+                "options": remedy.options,
+                "missing_bytes_per_chip": remedy.missing,
+                "fitting_max_model_len": remedy.fitting_len,
+            }
+            for remedy in plan.remedies
+        ],
         "limit_bytes_per_chip": memory.limit,
         "weights_bytes_per_chip": memory.weights,
         "slots_bytes_per_chip": memory.slots,
@@ -48,13 +55,13 @@ def build_report(plan: Plan) -> Json:
         "kv_bytes_per_chip": memory.num_pages * memory.page,
         "kv_tokens": plan.kv_tokens,
         "num_requests": plan.num_requests,
-        "collectives_per_layer": plan.decode and _collectives(plan.decode),
-        "collectives_per_layer_largest": plan.largest and _collectives(plan.largest),
+        "collectives_per_layer": plan.decode and list(map(asdict, plan.decode.collectives)),
+        "collectives_per_layer_largest": plan.largest and list(map(asdict, plan.largest.collectives)),
         "collective_bytes_per_step": plan.decode and _step_bytes(plan, plan.decode),
         "collective_bytes_per_step_largest": plan.largest and _step_bytes(plan, plan.largest),
         "compiled_tokens": [program.num_tokens for program in programs],
         "compile_s": plan.compile_s,
-        "programs": plan.program_s and _program_times(plan.program_s),
+        "programs": times and {"count": len(times), "total_s": sum(times.values()), "seconds": times},
         "compiler_estimate_ms": [program.estimate_ms for program in programs],
         "context_len": speed and speed.context_tokens,
         "step_ms": speed and speed.step_ms,
@@ -72,25 +79,9 @@ def capacity_curve(plan: Plan) -> dict[int, int]:
     return {length: plan.capacity(length) for length in sorted(lengths)}
 
 
-def _remedy(remedy: Remedy) -> Json:
-    return {
-        "options": remedy.options,
-        "missing_bytes_per_chip": remedy.missing,
-        "fitting_max_model_len": remedy.fitting_len,
-    }
-
-
 def _temp_bytes(plan: Plan, program: StepProgram) -> int:
     """Return a program's temporary memory per chip; a chip may have several devices."""
     return program.temp_bytes * plan.target.devices_per_chip
-
-
-def _program_times(program_s: dict[str, float]) -> Json:
-    return {"count": len(program_s), "total_s": sum(program_s.values()), "seconds": program_s}
-
-
-def _collectives(program: StepProgram) -> list[Json]:
-    return [asdict(exchange) for exchange in program.collectives]
 
 
 def _step_bytes(plan: Plan, program: StepProgram) -> int:
@@ -106,13 +97,14 @@ def render(plan: Plan) -> str:
     elif plan.speed is not None:
         blocks.append(_NOT_COMPILED)
     if plan.program_s is not None:
-        blocks += [_warm_up_header(plan.program_s), align(_warm_up(plan.program_s), header=True)]
+        blocks += _warm_up(plan.program_s)
     if plan.speed is not None:
-        blocks += [_speed_header(plan, plan.speed), align(_steps(plan.speed), header=True)]
+        blocks += _speed(plan, plan.speed)
     return "\n\n".join(blocks)
 
 
 def _header(plan: Plan) -> str:
+    """Return the lines with model, target, verdict and step sizes."""
     schedule = plan.schedule
     stored = f"{plan.dtype}, weights in {plan.quantization}," if plan.quantization else plan.dtype
     where = plan.target.name
@@ -127,6 +119,7 @@ def _header(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> str:
+    """Return whether the model fits, and if not what is missing and what would help."""
     if plan.fits:
         return "fits"
     if plan.target.sheet is not None:
@@ -141,6 +134,7 @@ def _verdict(plan: Plan) -> str:
 
 
 def _advice(remedy: Remedy) -> str:
+    """Return a clause with a remedy's options and their effect."""
     if remedy.fitting_len is None:
         return f"{remedy.options} fits"
     if remedy.fits:
@@ -149,6 +143,7 @@ def _advice(remedy: Remedy) -> str:
 
 
 def _memory(plan: Plan) -> list[Row]:
+    """Return the table rows that divide each chip's memory."""
     memory, sheet = plan.memory, plan.target.sheet
     rows: list[Row] = []
     if sheet is not None:
@@ -186,6 +181,7 @@ def _unused(plan: Plan) -> list[Row]:
 
 
 def _programs(plan: Plan, largest: StepProgram, decode: StepProgram) -> str:
+    """Return the lines about the compiled steps: time to compile, and exchanges between chips."""
     lines = [f"found by compiling both steps for the target, all {plan.num_layers} layers, in {plan.compile_s:.0f} s"]
     if decode.collectives:
         exchanges = f"{_exchanges(decode)} in decode, {_exchanges(largest)} in the largest step"
@@ -195,20 +191,23 @@ def _programs(plan: Plan, largest: StepProgram, decode: StepProgram) -> str:
     return "\n".join(lines)
 
 
-def _warm_up_header(program_s: dict[str, float]) -> str:
+def _warm_up(program_s: dict[str, float]) -> list[str]:
+    """Return the blocks with the engine's programs and the seconds to compile each."""
     total = sum(program_s.values())
-    return f"the engine has {len(program_s)} programs there, which took {total:.0f} s to compile here, one by one"
-
-
-def _warm_up(program_s: dict[str, float]) -> list[Row]:
-    return [("program", "s to compile"), *((name, number(seconds)) for name, seconds in program_s.items())]
+    rows = [("program", "s to compile"), *((name, number(seconds)) for name, seconds in program_s.items())]
+    return [
+        f"the engine has {len(program_s)} programs there, which took {total:.0f} s to compile here, one by one",
+        align(rows, header=True),
+    ]
 
 
 def _exchanges(program: StepProgram) -> str:
+    """Return a program's collectives per layer, with their number, type and size."""
     return ", ".join(f"{x.count} {x.kind} ({x.num_bytes / 1e6:.3g} MB)" for x in program.collectives)
 
 
-def _speed_header(plan: Plan, speed: Speed) -> str:
+def _speed(plan: Plan, speed: Speed) -> list[str]:
+    """Return the blocks with the predicted speed, and with a row for each number of decoding rows."""
     lines = ["predicted, not measured: no step is faster than the data sheet's bandwidth, FLOP/s and links allow"]
     programs = [program for program in (plan.decode, plan.largest) if program is not None]
     estimates = [f"{number(x.estimate_ms)} ms for {x.num_tokens} tokens" for x in programs if x.estimate_ms is not None]
@@ -218,12 +217,8 @@ def _speed_header(plan: Plan, speed: Speed) -> str:
         f"TTFT of {speed.prompt_tokens} tokens alone {number(speed.ttft_ms)} ms; "
         f"decode after {speed.context_tokens} tokens a row:"
     )
-    return "\n".join(lines)
-
-
-def _steps(speed: Speed) -> list[Row]:
     rows = [(str(count), number(ms), number(speed.tokens_per_s[count])) for count, ms in speed.step_ms.items()]
-    return [("rows", "ms a step", "tokens/s"), *rows]
+    return ["\n".join(lines), align([("rows", "ms a step", "tokens/s"), *rows], header=True)]
 
 
 def build_sweep_report(candidates: Sequence[Candidate]) -> Json:
@@ -255,6 +250,7 @@ def render_sweep(candidates: Sequence[Candidate]) -> str:
 
 
 def _compared(candidate: Candidate) -> Row:
+    """Return a target's table row in a sweep."""
     plan = candidate.plan
     if plan is None:
         return (candidate.target.name, "?", *[""] * 9)

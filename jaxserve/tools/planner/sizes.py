@@ -98,6 +98,7 @@ class Memory:
 
     @property
     def _missing_in_all(self) -> int:
+        """Bytes by which the sum of all parts exceeds the limit; negative if they fit."""
         pool = max(self.request, self.num_pages * self.page)
         return self.weights + self.slots + self.temp + pool - self.limit
 
@@ -138,7 +139,7 @@ class Sizes:
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: Target) -> "Sizes":
-        """Resolve the sizes; see `plan.make_plan`."""
+        """Return the sizes that the engine would choose with these options on the target; ConfigError if it refuses."""
         name, arch = read_model(config.model)
         config = resolve_quantization(config, arch)
         arch = arch.within(config.max_model_len or arch.max_position)
@@ -195,6 +196,7 @@ class Sizes:
 
 
 def _backend(config: EngineConfig, sheet: DataSheet | None, local: ArchConfig, kv_dtype: jnp.dtype) -> str:
+    """Return the attention backend that the engine would choose on a chip, or on this CPU if `sheet` is None."""
     if sheet is None:
         return select_backend(config, local, kv_dtype, platform="cpu")
     with jax.sharding.use_abstract_mesh(sheet.chip.mesh()):

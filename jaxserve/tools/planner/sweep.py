@@ -83,6 +83,7 @@ def sweep(
 
 
 def _num_rows(plan: Plan, batch: int | None) -> int:
+    """Return the largest number of rows with a predicted step, at most `batch`; 0 without predictions."""
     rows = list(plan.speed.step_ms) if plan.speed else [0]
     return max(count for count in rows if batch is None or count <= batch)
 

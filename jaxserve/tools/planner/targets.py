@@ -38,6 +38,7 @@ class DataSheet:
 
     @property
     def device_bytes(self) -> int:
+        """Memory per jax device."""
         return self.memory_bytes // self.devices_per_chip
 
     def limit_bytes(self, gpu_memory_utilization: float) -> int:
@@ -91,61 +92,67 @@ class Target:
         return "x".join(map(str, self.shape if len(self.shape) > 1 else (1, 1, *self.shape)))
 
 
-def _gpu(chip: Chip, gb: int, gb_per_s: int, tflops: float, link_gb_per_s: int) -> DataSheet:
-    """Return a GPU's data sheet: dense rates, and NVLink's or else PCI Express's bandwidth in one direction.
+def _sheet(
+    chip: Chip,
+    memory: float,
+    gb_per_s: int,
+    tflops: float,
+    link_gb_per_s: int,
+    directions: int = 1,
+    num_devices: int = 1,
+) -> DataSheet:
+    """Return a chip's data sheet.
 
-    XLA multiplies float32 in TF32, at half the bfloat16 rate.
+    Args:
+        chip: chip that programs are compiled for.
+        memory: memory in bytes.
+        gb_per_s: memory bandwidth.
+        tflops: dense matmul rate in bfloat16 and float16.
+        link_gb_per_s: bandwidth in one direction of a link between chips; a GPU without NVLink has PCI Express.
+        directions: number of topology dimensions.
+        num_devices: jax devices per chip.
     """
+    flops_per_s = tflops * 1e12
+    slower = 6 if chip.platform == "tpu" else 2  # an exact float32 matmul takes six in bfloat16; a GPU's is in TF32
     return DataSheet(
         chip=chip,
-        memory_bytes=gb * 10**9,
+        memory_bytes=int(memory),
         bytes_per_s=gb_per_s * 1e9,
-        flops_per_s={"bfloat16": tflops * 1e12, "float16": tflops * 1e12, "float32": tflops / 2 * 1e12},
+        flops_per_s={"bfloat16": flops_per_s, "float16": flops_per_s, "float32": flops_per_s / slower},
         link_bytes_per_s=link_gb_per_s * 1e9,
+        directions=directions,
+        devices_per_chip=num_devices,
     )
 
+
+_GB, _GIB = 1e9, 2.0**30
 
 # From NVIDIA's data sheets and architecture white papers, without sparsity: SXM modules, then PCI Express cards. Some
 # devices report more memory: 85 GB for an H100, 150 GB for an H200. GeForce cards accumulate in float32 at half rate.
 _GPUS = {
-    "a100-40gb": _gpu(deviceless.A100_40GB, gb=40, gb_per_s=1555, tflops=312.0, link_gb_per_s=300),
-    "a100": _gpu(deviceless.A100, gb=80, gb_per_s=2039, tflops=312.0, link_gb_per_s=300),
-    "h100": _gpu(deviceless.H100, gb=80, gb_per_s=3350, tflops=989.5, link_gb_per_s=450),
-    "h200": _gpu(deviceless.H200, gb=141, gb_per_s=4800, tflops=989.5, link_gb_per_s=450),
-    "b200": _gpu(deviceless.B200, gb=180, gb_per_s=8000, tflops=2250.0, link_gb_per_s=900),
-    "l4": _gpu(deviceless.L4, gb=24, gb_per_s=300, tflops=121.0, link_gb_per_s=32),
-    "l40s": _gpu(deviceless.L40S, gb=48, gb_per_s=864, tflops=362.0, link_gb_per_s=32),
-    "rtx4090": _gpu(deviceless.RTX_4090, gb=24, gb_per_s=1008, tflops=165.2, link_gb_per_s=32),
-    "rtx5090": _gpu(deviceless.RTX_5090, gb=32, gb_per_s=1792, tflops=209.5, link_gb_per_s=64),
-    "rtxpro6000": _gpu(deviceless.RTX_PRO_6000, gb=96, gb_per_s=1792, tflops=503.8, link_gb_per_s=64),
+    "a100-40gb": _sheet(deviceless.A100_40GB, memory=40 * _GB, gb_per_s=1555, tflops=312.0, link_gb_per_s=300),
+    "a100": _sheet(deviceless.A100, memory=80 * _GB, gb_per_s=2039, tflops=312.0, link_gb_per_s=300),
+    "h100": _sheet(deviceless.H100, memory=80 * _GB, gb_per_s=3350, tflops=989.5, link_gb_per_s=450),
+    "h200": _sheet(deviceless.H200, memory=141 * _GB, gb_per_s=4800, tflops=989.5, link_gb_per_s=450),
+    "b200": _sheet(deviceless.B200, memory=180 * _GB, gb_per_s=8000, tflops=2250.0, link_gb_per_s=900),
+    "l4": _sheet(deviceless.L4, memory=24 * _GB, gb_per_s=300, tflops=121.0, link_gb_per_s=32),
+    "l40s": _sheet(deviceless.L40S, memory=48 * _GB, gb_per_s=864, tflops=362.0, link_gb_per_s=32),
+    "rtx4090": _sheet(deviceless.RTX_4090, memory=24 * _GB, gb_per_s=1008, tflops=165.2, link_gb_per_s=32),
+    "rtx5090": _sheet(deviceless.RTX_5090, memory=32 * _GB, gb_per_s=1792, tflops=209.5, link_gb_per_s=64),
+    "rtxpro6000": _sheet(deviceless.RTX_PRO_6000, memory=96 * _GB, gb_per_s=1792, tflops=503.8, link_gb_per_s=64),
 }
-
-
-def _tpu(
-    chip: Chip, gib: float, gb_per_s: int, tflops: int, link_gb_per_s: int, directions: int, devices_per_chip: int = 1
-) -> DataSheet:
-    """Return a TPU's data sheet; an exact float32 matmul takes six in bfloat16."""
-    return DataSheet(
-        chip=chip,
-        memory_bytes=int(gib * 2**30),
-        bytes_per_s=gb_per_s * 1e9,
-        flops_per_s={"bfloat16": tflops * 1e12, "float16": tflops * 1e12, "float32": tflops * 1e12 / 6},
-        link_bytes_per_s=link_gb_per_s * 1e9,
-        directions=directions,
-        devices_per_chip=devices_per_chip,
-    )
 
 
 # Bandwidth and bfloat16 FLOP/s are from Google Cloud's documentation. It gives the bandwidth between chips as the sum
 # over all links and both directions: four links on v5e and v6e, six on the others. The memory is the part that the
 # compiler leaves to programs.
 _TPUS = {
-    "v4": _tpu(TPU_V4, gib=30.75, gb_per_s=1200, tflops=275, link_gb_per_s=50, directions=3),
-    "v5e": _tpu(TPU_V5E, gib=15.75, gb_per_s=819, tflops=197, link_gb_per_s=50, directions=2),
-    "v5p": _tpu(TPU_V5P, gib=95.74, gb_per_s=2765, tflops=459, link_gb_per_s=100, directions=3),
-    "v6e": _tpu(TPU_V6E, gib=31.25, gb_per_s=1638, tflops=918, link_gb_per_s=100, directions=2),
-    "tpu7x": _tpu(
-        TPU7X, gib=2 * 94.75, gb_per_s=7380, tflops=2307, link_gb_per_s=100, directions=3, devices_per_chip=2
+    "v4": _sheet(TPU_V4, memory=30.75 * _GIB, gb_per_s=1200, tflops=275, link_gb_per_s=50, directions=3),
+    "v5e": _sheet(TPU_V5E, memory=15.75 * _GIB, gb_per_s=819, tflops=197, link_gb_per_s=50, directions=2),
+    "v5p": _sheet(TPU_V5P, memory=95.74 * _GIB, gb_per_s=2765, tflops=459, link_gb_per_s=100, directions=3),
+    "v6e": _sheet(TPU_V6E, memory=31.25 * _GIB, gb_per_s=1638, tflops=918, link_gb_per_s=100, directions=2),
+    "tpu7x": _sheet(
+        TPU7X, memory=189.5 * _GIB, gb_per_s=7380, tflops=2307, link_gb_per_s=100, directions=3, num_devices=2
     ),
 }
 KINDS = (*_GPUS, *_TPUS)
@@ -195,8 +202,8 @@ def _without_separators(name: str) -> str:
     return plain if plain in _GPUS else re.sub(r"-(?!40gb)", "", plain)
 
 
-_NUM_GPUS = (2, 4, 8)
-_SLICES = {  # TPU slice shapes that Google Cloud offers, by number of directions
+_LARGER = {  # numbers of GPUs, and TPU slice shapes that Google Cloud offers, by number of directions
+    1: ("2", "4", "8"),
     2: ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"),
 }
@@ -206,13 +213,11 @@ def larger_targets(target: Target) -> Iterator[Target]:
     """Yield targets with more chips of the same type, in ascending order; none for a CPU."""
     if target.sheet is None:
         return
-    shapes: dict[str, tuple[int, ...]] = {f"{target.kind}x{count}": (count,) for count in _NUM_GPUS}
-    if target.sheet.directions > 1:
-        slices = _SLICES[target.sheet.directions]
-        shapes = {f"{target.kind}:{name}": tuple(map(int, name.split("x"))) for name in slices}
-    for name, shape in shapes.items():
+    separator = "x" if target.sheet.directions == 1 else ":"
+    for name in _LARGER[target.sheet.directions]:
+        shape = tuple(map(int, name.split("x")))
         if math.prod(shape) > target.num_chips:
-            yield dataclasses.replace(target, name=name, shape=shape)
+            yield dataclasses.replace(target, name=f"{target.kind}{separator}{name}", shape=shape)
 
 
 def missing_compiler(target: Target, compilers: Path) -> str | None:

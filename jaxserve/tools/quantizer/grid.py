@@ -13,7 +13,7 @@ _FLOAT8_MAX = 448.0
 
 @dataclass(frozen=True)
 class Grid:
-    """Values that a quantised weight can have: a code times the scale of its region of the matrix; hashable.
+    """Values that a quantised weight can have: a code times its matrix region's scale; hashable.
 
     Attributes:
         bits: bits per code.
