@@ -96,7 +96,7 @@ def _sheet(
     chip: Chip,
     memory: float,
     gb_per_s: int,
-    tflops: float,
+    tflops: int | float,
     link_gb_per_s: int,
     directions: int = 1,
     num_devices: int = 1,
