@@ -47,28 +47,20 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
-_MODULES = {
+_OTHER_MODULES = {  # modules by name; `api.pooling_outputs` has all other names
     "BeamSearchOutput": "offline.beam_search",
     "BeamSearchParams": "offline.beam_search",
     "BeamSearchSequence": "offline.beam_search",
-    "ClassificationOutput": "api.pooling_outputs",
-    "ClassificationRequestOutput": "api.pooling_outputs",
     "CompletionOutput": "api.outputs",
     "ConfigError": "errors",
-    "EmbeddingOutput": "api.pooling_outputs",
-    "EmbeddingRequestOutput": "api.pooling_outputs",
     "EngineConfig": "api.config",
     "LLM": "offline.llm",
     "Logprob": "api.outputs",
-    "PoolingOutput": "api.pooling_outputs",
     "PoolingParams": "api.pooling_params",
-    "PoolingRequestOutput": "api.pooling_outputs",
     "RequestError": "errors",
     "RequestMetrics": "api.outputs",
     "RequestOutput": "api.outputs",
     "SamplingParams": "api.sampling_params",
-    "ScoringOutput": "api.pooling_outputs",
-    "ScoringRequestOutput": "api.pooling_outputs",
     "StructuredOutputsParams": "api.structured_outputs",
 }
 
@@ -79,8 +71,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> object:
     """Import public names on first use: LLM imports jax, and the command line must start fast."""
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415
 
-    return getattr(import_module(f"jaxserve.{_MODULES[name]}"), name)
+    return getattr(import_module(f"jaxserve.{_OTHER_MODULES.get(name, 'api.pooling_outputs')}"), name)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, no_type_check
 
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.schema import SWITCH, Schema, integer, number, one_of
 from jaxserve.errors import RequestError, brief
 from jaxserve.offline.offline_calls import progress_bar
 
@@ -62,17 +63,21 @@ class BeamSearchParams:
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, most in (("beam_width", MAX_BEAM_WIDTH), ("max_tokens", 2**31 - 1)):
-            value = getattr(self, name)
-            if not _is_positive_int(value) or value > most:
-                raise RequestError(f"{name} must be an integer in [1, {most}], got {brief(value)}")
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be a bool, got {brief(self.ignore_eos)}")
-        if self.temperature != 0:
-            raise RequestError(f"temperature must be 0, as beams are not sampled, got {brief(self.temperature)}")
-        value, most = self.length_penalty, MAX_LENGTH_PENALTY
-        if not isinstance(value, int | float) or isinstance(value, bool) or not -most <= value <= most:
-            raise RequestError(f"length_penalty must be a number in [-{most}, {most}], got {brief(value)}")
+        _SCHEMA.check(self)
+
+
+_SCHEMA = Schema(
+    RequestError,
+    BeamSearchParams,
+    {
+        "beam_width": integer(1, MAX_BEAM_WIDTH),
+        "max_tokens": integer(1, 2**31 - 1),
+        "ignore_eos": SWITCH,
+        "temperature": one_of((0,), words="0, as beams are not sampled"),
+        "length_penalty": number(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    },
+)
+_CONCURRENCY_LIMIT = integer(1, words="a positive integer or None").optional()
 
 
 @dataclass(slots=True)
@@ -110,12 +115,14 @@ class BeamSearchOutput:
 
 
 class _Search:
-    """Search for one prompt's continuations.
+    """Beam search for one prompt's continuations.
 
     Args:
+        prompt: the prompt, as given.
         token_ids: prompt tokens.
         params: search parameters.
-        max_steps: maximum tokens that fit.
+        eos_ids: token ids that end a beam.
+        max_steps: maximum tokens that fit after the prompt.
 
     Attributes:
         running: unfinished beams, the best first; empty after the search.
@@ -134,7 +141,7 @@ class _Search:
         self._num_steps = 0
 
     def advance(self, tables: Sequence[dict[int, Logprob]]) -> None:
-        """Extend every running beam, given log probabilities for its next tokens."""
+        """Extend every running beam by one token, and finish some; `tables` has each beam's next log probabilities."""
         self._num_steps += 1
         is_last = self._num_steps == self._max_steps
         candidates = [
@@ -167,16 +174,13 @@ class _Search:
         self.running = [] if is_over else continuing
 
     def _score(self, beam: BeamSearchSequence) -> float:
+        """Return the score that a beam has if it ends at the current step."""
         score: float = beam.cum_logprob / self._num_steps**self._length_penalty
         return score
 
 
-def _is_positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def num_candidates(beam_width: int, eos_ids: frozenset[int]) -> int:
-    """Return how many continuations a step considers: enough for `beam_width` unfinished ones."""
+    """Return the number of best continuations that a step considers: enough for `beam_width` unfinished ones."""
     return max(2, 1 + len(eos_ids)) * beam_width
 
 
@@ -195,8 +199,7 @@ def search(
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params must be BeamSearchParams(...), got {brief(params)}")
-    if concurrency_limit is not None and not _is_positive_int(concurrency_limit):
-        raise RequestError(f"concurrency_limit must be a positive integer or None, got {brief(concurrency_limit)}")
+    _CONCURRENCY_LIMIT.read("concurrency_limit", concurrency_limit, RequestError)
     params = dataclasses.replace(params)  # rechecked, because the caller may have changed them
     eos_ids = frozenset[int]() if params.ignore_eos else engine.reader.eos_ids
     num_logprobs, most = num_candidates(params.beam_width, eos_ids), engine.config.max_logprobs
@@ -208,14 +211,12 @@ def search(
         )
     num_logprobs = min(num_logprobs, engine.arch.vocab_size)
     one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=num_logprobs, detokenize=False)
-    whole = dataclasses.replace(
-        one_token, max_tokens=params.max_tokens
-    )  # a beam needs the pages that such a request gets
-    groups = calls.prepare(prompts, [whole] * len(prompts), [0] * len(prompts))  # reads and checks the prompts
-    searches = [
-        _Search(prompt, request.prompt_token_ids, params, eos_ids, request.max_total_tokens - request.num_prompt_tokens)
-        for prompt, request in zip(prompts, [group.requests[0] for group in groups], strict=True)
-    ]
+    whole = one_token.clone({"max_tokens": params.max_tokens})  # a beam needs the pages that such a request gets
+    searches = []
+    for prompt, group in zip(prompts, calls.prepare(prompts, [whole] * len(prompts)), strict=True):
+        request = group.requests[0]
+        max_steps = request.max_total_tokens - request.num_prompt_tokens
+        searches.append(_Search(prompt, request.prompt_token_ids, params, eos_ids, max_steps))
     some = concurrency_limit or max(len(searches), 1)
     with progress_bar(use_tqdm, total=len(searches), desc="Beam search", unit="prompt") as bar:
         for first in range(0, len(searches), some):
@@ -224,7 +225,7 @@ def search(
 
 
 def _run(calls: Calls, searches: Sequence[_Search], one_token: SamplingParams, ended: Callable[[int], Any]) -> None:
-    """Run several searches to their ends simultaneously; `ended` gets the number ended per step."""
+    """Run several searches to their ends, simultaneously; call `ended` after each step with the number that ended."""
     while running := [each for each in searches if each.running]:
         beams: list[Prompt] = [
             {"prompt_token_ids": beam.tokens, "cache_salt": each.cache_salt}
@@ -233,17 +234,19 @@ def _run(calls: Calls, searches: Sequence[_Search], one_token: SamplingParams, e
         ]
         outputs = iter(calls.run(beams, [one_token] * len(beams), use_tqdm=False, shares_last_page=True))
         for each in running:
-            each.advance([_table(next(outputs)) for _ in each.running])
+            each.advance([_next_logprobs(next(outputs)) for _ in each.running])
         ended(sum(not each.running for each in running))
 
 
-def _table(output: RequestOutput) -> dict[int, Logprob]:
+def _next_logprobs(output: RequestOutput) -> dict[int, Logprob]:
+    """Return the log probabilities, by token id, for the token after a beam."""
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None, "a beam asks for log probabilities"
     return logprobs[0]
 
 
 def _with_text(engine: Engine, beam: BeamSearchSequence) -> BeamSearchSequence:
+    """Set a beam's decoded text, if the engine has a tokenizer, and return the beam."""
     if engine.tokenizer is not None:
         beam.text = engine.tokenizer.decode(beam.tokens)
     return beam

@@ -28,9 +28,10 @@ P = TypeVar("P")
 
 
 class Calls:
-    """Serves lists of prompts.
+    """Blocking calls that serve lists of prompts.
 
     Args:
+        engine: engine that reads the prompts.
         threads: threads that drive the engine.
     """
 
@@ -50,6 +51,7 @@ class Calls:
         """Complete prompts and return their outputs in the same order.
 
         Args:
+            prompts: prompts.
             params: parameters per prompt.
             use_tqdm: see `LLM.generate`.
             priorities: class per prompt; empty for 0.
@@ -58,8 +60,7 @@ class Calls:
         Raises:
             RequestError: a prompt or its parameters cannot be served; no prompt is started.
         """
-        all_priorities = priorities or [0] * len(prompts)
-        groups = self.prepare(prompts, params, all_priorities, shares_last_page=shares_last_page)
+        groups = self.prepare(prompts, params, priorities, shares_last_page=shares_last_page)
         ended: SimpleQueue[RequestGroup] = SimpleQueue()
         try:
             self._threads.submit(groups, lambda group: ended.put(group) if group.output.finished else None)
@@ -72,15 +73,21 @@ class Calls:
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | PoolingParams],
-        priorities: Sequence[int],
+        priorities: Sequence[int] = (),
         *,
         shares_last_page: bool = False,
     ) -> list[RequestGroup]:
-        """Prepare requests without queueing them; RequestError names a prompt that cannot be served."""
+        """Read prompts, and return their requests without queueing them; see `run`.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served; the message names it.
+        """
         self._engine.host.check_serve()
         read = partial(self._engine.reader.read, shares_last_page=shares_last_page)
         groups = []
-        for index, (prompt, p, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+        for index, (prompt, p, priority) in enumerate(
+            zip(prompts, params, priorities or [0] * len(prompts), strict=True)
+        ):
             try:
                 groups.append(read(str(next(self._ids)), prompt, p, priority=priority))
             except RequestError as error:
@@ -88,6 +95,7 @@ class Calls:
         return groups
 
     def cancel(self, groups: Sequence[RequestGroup]) -> None:
+        """End requests that are still unfinished."""
         for group in groups:
             self._engine.frontend.cancel(group.request_id)
 
@@ -99,6 +107,7 @@ def progress_bar(use_tqdm: bool | ProgressBar, **options: Any) -> Any:
 
 
 def _wait(ended: SimpleQueue[RequestGroup], count: int, use_tqdm: bool | ProgressBar, title: str) -> None:
+    """Wait until `count` requests have been put in the queue, and show a progress bar; raise a request's error."""
     tokens_in = tokens_out = 0
     started = time.monotonic()
     with progress_bar(use_tqdm, total=count, desc=title, unit="req") as bar:
