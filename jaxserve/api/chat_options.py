@@ -6,19 +6,20 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxserve.api.schema import one_of
 from jaxserve.errors import ConfigError
 
-CONTENT_FORMATS = ("auto", "string", "openai")
+CONTENT_FORMAT = one_of(("auto", "string", "openai"))
 _JINJA_CHARS = "{}\n"  # a text without any of them is a path
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Chat options.
+    """Chat template, and format of the message contents for it.
 
     Attributes:
         template: Jinja source of the template for all chats; None leaves the choice to the tokenizer.
-        content_format: format of contents for templates, one of CONTENT_FORMATS.
+        content_format: format of contents for templates, a CONTENT_FORMAT.
         special_tokens_as_text: True to encode special tokens in messages as text.
 
     Raises:
@@ -30,9 +31,7 @@ class ChatOptions:
     special_tokens_as_text: bool = False
 
     def __post_init__(self) -> None:
-        if self.content_format not in CONTENT_FORMATS:
-            wanted = ", ".join(map(repr, CONTENT_FORMATS))
-            raise ConfigError(f"chat_template_content_format must be one of {wanted}, got {self.content_format!r}")
+        CONTENT_FORMAT.read("chat_template_content_format", self.content_format, ConfigError)
 
 
 DEFAULT_CHAT_OPTIONS = ChatOptions()

@@ -7,11 +7,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.api.schema import number
 from jaxserve.errors import ConfigError, brief
+
+_POSITIVE = number(0, excludes_low=True)
 
 
 def read_object(name: str, value: object) -> dict[str, Any]:
-    """Return an option that is a dict, or JSON text from a command line; None is empty."""
+    """Return the value of the option `name` as a dict: from a mapping, JSON text from a command line, or None (empty).
+
+    Raises:
+        ConfigError: it is nothing of these, or a key is not a string.
+    """
     given = value
     if isinstance(value, str):
         try:
@@ -26,17 +33,19 @@ def read_object(name: str, value: object) -> dict[str, Any]:
 
 
 def read_tenant_weights(value: Any) -> tuple[tuple[str, float], ...]:
-    """Return tenants' weights, sorted by name, from a dict or JSON; ConfigError if one is not positive."""
+    """Return (tenant, weight) pairs, sorted by name, from a dict or JSON; ConfigError if a weight is not positive."""
     weights = read_object("tenant_weights", value)
-    for tenant, weight in weights.items():
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not isinstance(tenant, str) or not is_number or not 0 < weight < math.inf:
-            raise ConfigError(f"tenant_weights must be positive numbers by tenant, got {value!r}")
+    if not all(map(_POSITIVE.holds, weights.values())):
+        raise ConfigError(f"tenant_weights must be positive numbers by tenant, got {value!r}")
     return tuple((tenant, float(weight)) for tenant, weight in sorted(weights.items()))
 
 
 def read_targets(target_ttft_ms: Any, target_itl_ms: Any) -> tuple[tuple[int | None, float, float], ...]:
-    """Return each class's targets in seconds: class (None for any other), first token, further tokens."""
+    """Read EngineConfig's latency targets; return one entry per priority class that has any.
+
+    An entry has the class, None for all other classes, then the target times in seconds from arrival to first token,
+    and from each token to the next.
+    """
     first_s, next_s = _read_target("target_ttft_ms", target_ttft_ms), _read_target("target_itl_ms", target_itl_ms)
     lacking = set() if None in next_s else first_s.keys() - next_s.keys()
     if lacking:
@@ -50,7 +59,7 @@ def read_targets(target_ttft_ms: Any, target_itl_ms: Any) -> tuple[tuple[int | N
 
 
 def _read_target(name: str, value: Any) -> dict[int | None, float]:
-    """Return times in seconds by class; None is any other class."""
+    """Return the value of a latency option as seconds by priority class, with None for all other classes."""
     try:
         given = json.loads(value) if isinstance(value, str) else value
         times = {} if given is None else dict(given) if isinstance(given, Mapping) else {None: given}

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
-from jaxserve.api.chat_options import CONTENT_FORMATS, DEFAULT_CHAT_OPTIONS, ChatOptions
+from jaxserve.api.chat_options import CONTENT_FORMAT, DEFAULT_CHAT_OPTIONS, ChatOptions
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text.chat_template import ChatTemplate, RenderedChat
@@ -209,9 +209,7 @@ class Tokenizer:
         if unknown := sorted(variables.keys() - template.variables - {"add_generation_prompt"}, key=str):
             raise RequestError(f"the chat template has no variables {unknown}; it has {sorted(template.variables)}")
         content_format = self.chat_options.content_format if content_format is None else content_format
-        if content_format not in CONTENT_FORMATS:
-            wanted = ", ".join(map(repr, CONTENT_FORMATS))
-            raise RequestError(f"chat_template_content_format must be one of {wanted}, got {content_format!r}")
+        CONTENT_FORMAT.read("chat_template_content_format", content_format, RequestError)
         given = {"add_generation_prompt": not continue_final_message} | dict(variables)
 
         def render(values: Sequence[Any]) -> str:
