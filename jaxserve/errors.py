@@ -58,7 +58,7 @@ def brief(value: object) -> str:
 
 
 def _begun(value: object, left: list[int]) -> object:
-    """Return the part of a value that `brief` shows: clients send megabytes.
+    """Return a prefix of a value, nested ones included, that has all that `brief` shows: clients send megabytes.
 
     Args:
         value: the value.

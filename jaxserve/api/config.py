@@ -282,7 +282,7 @@ class EngineConfig:
 
 
 def embedded_model(name: str) -> Path:
-    """Directory of a checkpoint shipped with the package."""
+    """Return the directory of a checkpoint shipped with the package, such as DEFAULT_MODEL."""
     package = find_spec("jaxserve.weights")  # found, not imported: it loads jax
     assert package is not None
     assert package.submodule_search_locations
@@ -290,6 +290,7 @@ def embedded_model(name: str) -> Path:
 
 
 def _check_combinations(config: EngineConfig) -> None:
+    """Raise ConfigError for options that contradict each other, except for numbers of devices."""
     if config.runner == "generate" and config.convert in (EMBED, CLASSIFY):
         raise ConfigError(f"convert={config.convert!r} needs runner='pooling', got runner='generate'; drop one")
     if config.max_long_partial_prefills > config.max_num_partial_prefills:
@@ -300,6 +301,7 @@ def _check_combinations(config: EngineConfig) -> None:
 
 
 def _check_devices(config: EngineConfig) -> None:
+    """Raise ConfigError for numbers of devices and shards that do not divide, or options that shards do not support."""
     if config.tensor_parallel_size % config.expert_parallel_size:
         raise ConfigError(
             f"expert_parallel_size must divide tensor_parallel_size, the number of devices, got "
@@ -315,19 +317,20 @@ def _check_devices(config: EngineConfig) -> None:
             "tensor_parallel_size or another divisor of it above 1, or drop enable_dp_attention",
             about=("expert_parallel_size", "tensor_parallel_size"),
         )
-    for name, value, alone in (
+    for name, value, neutral in (
         ("data_parallel_size", config.data_parallel_size, 1),
         ("tenant_weights", config.tenant_weights or None, None),
         ("speculative_config", config.speculative_config, None),
     ):
-        if value != alone:
+        if value != neutral:
             raise ConfigError(
-                f"{name} must be {alone} with enable_dp_attention, got {value!r}: it is not supported; drop one"
+                f"{name} must be {neutral} with enable_dp_attention, got {value!r}: it is not supported; drop one"
             )
 
 
-def _steps(value: Any) -> Any:
-    return int(value) if isinstance(value, str) and value.isdecimal() else value  # strings from a command line
+def _from_text(value: Any) -> Any:
+    """Return a number that a command line gives as text; other values unchanged."""
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 _FIXED_STEPS = integer(1, MAX_FIXED_STEPS)
@@ -345,7 +348,7 @@ _SWITCHES = (
 
 
 def quantization_type() -> FieldType:
-    """Return the type of `quantization`, by the registered formats."""
+    """Return the type of the option `quantization`: a registered weight format, or a checkpoint's own format."""
     words = (
         f"one of {list(WEIGHT_FORMATS)}, or the format of a quantised checkpoint, of {', '.join(CHECKPOINT_FORMATS)}"
     )
@@ -374,8 +377,8 @@ _SCHEMA = Schema(
         "linear_backend": one_of(("auto", "xla")),
         "multi_step": FieldType(
             f"'auto' or {_FIXED_STEPS.words}",
-            lambda value: value == "auto" or _FIXED_STEPS.holds(_steps(value)),
-            _steps,
+            lambda value: value == "auto" or _FIXED_STEPS.holds(_from_text(value)),
+            _from_text,
         ),
         "compile_ahead": one_of(("all", "background", "minimal")),
     },

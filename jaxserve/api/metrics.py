@@ -55,7 +55,7 @@ class TimeSplit:
 
 
 def split_time(wall_ms: float, flops: int, num_bytes: int, peak_rates: PeakRates) -> TimeSplit:
-    """Split the wall time for `flops` operations and `num_bytes` bytes."""
+    """Split the wall time in which a device computed `flops` operations, and read or wrote `num_bytes` bytes."""
     compute_ms = flops / peak_rates.flops_per_s * 1e3
     memory_ms = num_bytes / peak_rates.bytes_per_s * 1e3
     return TimeSplit(compute_ms, memory_ms, max(0.0, wall_ms - compute_ms - memory_ms))
@@ -100,6 +100,7 @@ class LayerCounts:
 
     @classmethod
     def from_rows(cls, counts: Iterable[Iterable[int]]) -> "LayerCounts":
+        """Return the counts in a matrix, one row per layer."""
         return cls(tuple(Counts(tuple(layer)) for layer in counts))
 
     def __add__(self, other: "LayerCounts") -> "LayerCounts":
@@ -109,6 +110,7 @@ class LayerCounts:
         return LayerCounts(tuple(a - b for a, b in zip_longest(self.layers, other.layers, fillvalue=Counts())))
 
     def total(self) -> Counts:
+        """Return the sums over all layers, by position."""
         return sum(self.layers, Counts())
 
 
@@ -141,6 +143,7 @@ class StepStats:
     expert_tokens: LayerCounts = LayerCounts()  # tokens per expert; empty unless `count_expert_tokens` is on
 
     def split(self, peak_rates: PeakRates) -> TimeSplit:
+        """Split the step's wall time by the device's peak rates."""
         return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, peak_rates)
 
 
@@ -179,6 +182,7 @@ class EngineStats:
     num_iteration_tokens: int = 0
 
     def add(self, step: StepStats) -> None:
+        """Add one dispatch's statistics to the totals."""
         self.num_dispatches += 1
         self.used_page_steps += step.num_pages_used * step.num_steps
         self.slack_token_steps += step.num_slack_tokens * step.num_steps
@@ -186,7 +190,7 @@ class EngineStats:
             setattr(self, name, getattr(self, name) + getattr(step, name))
 
     def add_iterations(self, num_tokens: Iterable[int]) -> None:
-        """Count steps by their tokens; steps without tokens do not count."""
+        """Count steps with outputs, given the tokens of each, by bucket; steps without tokens do not count."""
         for count in num_tokens:
             if count:
                 bucket = bisect_left(ITERATION_TOKENS, count)
@@ -199,6 +203,7 @@ class EngineStats:
         return EngineStats(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
     def split(self, peak_rates: PeakRates) -> TimeSplit:
+        """Split the wall time since start by the device's peak rates."""
         return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, peak_rates)
 
     @property

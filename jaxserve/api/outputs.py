@@ -161,7 +161,7 @@ class GrowingList(Protocol):
         """Return all entries so far: always the same list, which later calls extend."""
 
     def part(self, start: int, stop: int) -> Sequence[Any]:
-        """Return the entries from `start` to before `stop`, each of which is made when it is read."""
+        """Return the entries from `start` to before `stop`, each built when it is read."""
 
 
 class _ListField:
@@ -252,7 +252,7 @@ class RequestOutput:
 
     @property
     def prompt_tables(self) -> Sequence[dict[int, Logprob] | None] | None:
-        """The entries of `prompt_logprobs`, built on access."""
+        """Entries of `prompt_logprobs`, each built when it is read; None unless requested."""
         tables: list[dict[int, Logprob] | None] | GrowingList | None = vars(self)["prompt_logprobs"]
         if tables is None or isinstance(tables, list):
             return tables

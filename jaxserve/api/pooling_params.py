@@ -35,6 +35,7 @@ class Activation(enum.StrEnum):
     IDENTITY = "identity"
 
     def apply(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return this function of a head's outputs."""
         import numpy as np  # noqa: PLC0415 - not needed to parse a command line
 
         if self is Activation.IDENTITY:
@@ -78,7 +79,7 @@ class Pooler:
         return self.kind is PoolingKind.LAST
 
     def configured(self, options: Mapping[str, Any]) -> Pooler:
-        """Return the pooler with options from `read_pooler_config`; ConfigError for an option without effect."""
+        """Return a copy with the user's options, as from `read_pooler_config`; ConfigError for one without effect."""
         if self.num_labels and "normalize" in options:
             raise ConfigError(
                 f"normalize of pooler_config must be absent for the task {self.task!r}, got {options['normalize']}; "
@@ -86,7 +87,7 @@ class Pooler:
             )
         given = {_FIELDS.get(name, name): value for name, value in options.items()}
         if not self.num_labels and "use_activation" in given:
-            given["normalize"] = _switch(given.get("normalize"), given.pop("use_activation"), ConfigError)
+            given["normalize"] = _normalizes(given.get("normalize"), given.pop("use_activation"), ConfigError)
         return replace(self, **given)
 
     def check(self, params: PoolingParams, hidden_size: int) -> None:
@@ -100,7 +101,7 @@ class Pooler:
         for name in ("normalize", "dimensions") if self.num_labels else ():
             if getattr(params, name) is not None:
                 raise RequestError(f"{name} must be None for the task {self.task!r}, got {getattr(params, name)!r}")
-        _switch(params.normalize, params.use_activation, RequestError)
+        _normalizes(params.normalize, params.use_activation, RequestError)
         sizes, wanted = self.dimensions, params.dimensions
         if wanted is not None and (wanted > hidden_size or (sizes and wanted not in sizes)):
             known = f"one of {list(sizes)}" if sizes else f"at most {hidden_size}"
@@ -115,7 +116,7 @@ class Pooler:
             activation = self.activation if is_active else Activation.IDENTITY
             return activation.apply(np.array(vector, np.float32))
         vector = np.array(vector[: params.dimensions], np.float32)
-        wanted = _switch(params.normalize, params.use_activation, RequestError)
+        wanted = _normalizes(params.normalize, params.use_activation, RequestError)
         is_normal = self.normalize if wanted is None else wanted
         return vector / max(np.linalg.norm(vector), np.float32(_SMALLEST_NORM)) if is_normal else vector
 
@@ -167,8 +168,8 @@ class PoolingParams:
         )
 
 
-def _switch(normalize: bool | None, use_activation: bool | None, error: type[Exception]) -> bool | None:
-    """Return whether embeddings are normalised, under either name; raise `error` if the two differ."""
+def _normalizes(normalize: bool | None, use_activation: bool | None, error: type[Exception]) -> bool | None:
+    """Return the switch for normalising embeddings, given under one of two names; raise `error` if they differ."""
     if None not in (normalize, use_activation) and normalize != use_activation:
         raise error(f"normalize and use_activation must be equal for embeddings, got {normalize} and {use_activation}")
     return use_activation if normalize is None else normalize
@@ -189,7 +190,11 @@ _FIELDS = {"pooling_type": "kind"}  # fields that Pooler names differently
 
 
 def read_pooler_config(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given options; ConfigError except for vLLM's `pooling_type` and switches."""
+    """Return the options that `pooler_config` sets, checked, with `pooling_type` as a PoolingKind.
+
+    Raises:
+        ConfigError: an option is unknown, or its value is not supported.
+    """
     if unknown := set(map(str, value)) - _OPTIONS.keys():
         raise ConfigError(unknown_names_message("options of pooler_config", unknown, _OPTIONS))
     given = {
@@ -203,7 +208,7 @@ def read_pooler_config(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pooling_kind(name: str) -> PoolingKind:
-    """Return the kind with vLLM's name; ConfigError if it is not supported."""
+    """Return the PoolingKind with vLLM's name, in any case; ConfigError if it is not supported."""
     try:
         return PoolingKind(name.upper())
     except ValueError:

@@ -154,6 +154,7 @@ class SamplingParams:
         self._check()
 
     def _check(self) -> None:
+        """Raise RequestError unless all fields are valid, and store them in their normal types."""
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         _SCHEMA.check(self)
@@ -171,6 +172,7 @@ class SamplingParams:
             self.structured_outputs = StructuredOutputsParams.from_value(self.structured_outputs)
 
     def _check_stop(self, stop: Sequence[str]) -> None:
+        """Raise RequestError for too many stop strings, or without text to look for them in."""
         num_chars = sum(map(len, stop))
         if len(stop) > MAX_STOP_STRINGS or num_chars > MAX_STOP_CHARS:
             raise RequestError(
@@ -193,7 +195,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """True if sampling depends on earlier tokens."""
+        """True if a penalty makes sampling depend on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
@@ -212,6 +214,7 @@ _WORD = FieldType("a list of strings that are not blank", lambda word: isinstanc
 
 
 def _read_biases(given: dict[Any, Any]) -> dict[int, float]:
+    """Return `logit_bias` with token ids as keys, from integers or their text; RequestError for other entries."""
     try:  # keys in JSON are strings
         by_id = {int(key) if isinstance(key, str) else key: value for key, value in given.items()}
     except ValueError:
@@ -235,7 +238,7 @@ _SCHEMA = Schema(
         "min_tokens": integer(0, _MAX_INT32),
         "stop": list_of(_STOP, _STOP.words).optional(list),
         "stop_token_ids": list_of(
-            _TOKEN_ID, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids", most=MAX_STOP_TOKEN_IDS
+            _TOKEN_ID, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids", max_len=MAX_STOP_TOKEN_IDS
         ).optional(list),
         "ignore_eos": SWITCH,
         "seed": integer(-(2**63), 2**64 - 1).optional(),
@@ -249,9 +252,9 @@ _SCHEMA = Schema(
             lambda given: isinstance(given, dict) and len(given) <= MAX_LOGIT_BIAS,
             _read_biases,
         ).optional(),
-        "allowed_token_ids": list_of(_TOKEN_ID, "a list of at least one token id", least=1).optional(),
+        "allowed_token_ids": list_of(_TOKEN_ID, "a list of at least one token id", min_len=1).optional(),
         "bad_words": list_of(
-            _WORD, f"a list of at most {MAX_BAD_SEQUENCES} strings that are not blank", most=MAX_BAD_SEQUENCES
+            _WORD, f"a list of at most {MAX_BAD_SEQUENCES} strings that are not blank", max_len=MAX_BAD_SEQUENCES
         ).optional(list),
         "skip_special_tokens": SWITCH,
         "shown_special_ids": list_of(_TOKEN_ID, "a list of token ids").optional(list),

@@ -54,14 +54,15 @@ class FieldType:
         return replace(self.optional(), words=f"{self.words} or null")
 
     def problem(self, name: str, value: object) -> str | None:
-        """Return the error message for a value; None if it is accepted."""
+        """Return the error message for a value of field `name`; None if it is accepted."""
         return None if self.holds(value) else self._refusal(name, value)
 
     def _refusal(self, name: str, value: object) -> str:
+        """Return the error message for a value of field `name` that is not accepted."""
         return f"{name} must be {self.words}, got {brief(value)}{self.advice}"
 
     def read(self, name: str, value: Any, error: Error) -> Any:
-        """Return the stored value; raise `error` with a message if the given one is not accepted."""
+        """Return the value to store for a given one of field `name`; raise `error` if it is not accepted."""
         if not self.holds(value):
             raise error(self._refusal(name, value))
         if value is None and self.none_as is not None:
@@ -69,7 +70,7 @@ class FieldType:
         return self.convert(value) if self.items is None else self.items.read_all(name, value, error)
 
     def read_all(self, name: str, values: Sequence[Any], error: Error) -> list[Any]:
-        """Return a list's stored values; raise `error` for the first that is not accepted."""
+        """Return the values to store for those in a list, all of this type; raise `error` for the first wrong one."""
         if not values:
             return []
         is_plain = self.is_interval and set(map(type, values)) == {int}
@@ -91,13 +92,13 @@ def is_one_of(value: object, choices: Iterable[Any]) -> bool:
 
 
 def integer(low: int | None = None, high: int | None = None, words: str = "") -> FieldType:
-    """Return the type for integers within inclusive bounds."""
-    least, most = -math.inf if low is None else low, math.inf if high is None else high
+    """Return the type for integers within inclusive bounds; `words` replaces the description of the bounds."""
+    lowest, highest = -math.inf if low is None else low, math.inf if high is None else high
 
     def holds(value: Any) -> bool:
         if type(value) is int:  # nearly always
-            return least <= value <= most
-        return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+            return lowest <= value <= highest
+        return isinstance(value, Integral) and not isinstance(value, bool) and lowest <= int(value) <= highest
 
     if high is None:
         known = {None: "an integer", 0: "an integer of 0 or more", 1: "a positive integer"}
@@ -106,11 +107,11 @@ def integer(low: int | None = None, high: int | None = None, words: str = "") ->
     return FieldType(words or known[low], holds, int, is_interval=True)
 
 
-def list_of(items: FieldType, words: str, least: int = 0, most: int = sys.maxsize) -> FieldType:
-    """Return the type for lists with bounds on their length."""
+def list_of(items: FieldType, words: str, min_len: int = 0, max_len: int = sys.maxsize) -> FieldType:
+    """Return the type for lists of `items` with bounds on their length, described by `words`."""
 
     def holds(value: Any) -> bool:
-        return is_sequence(value) and least <= len(value) <= most
+        return is_sequence(value) and min_len <= len(value) <= max_len
 
     return FieldType(words, holds, items=items)
 
@@ -138,7 +139,10 @@ def number(low: int | float = -math.inf, high: int | float = math.inf, *, exclud
 def one_of(
     choices: Collection[Any], aliases: Mapping[Any, Any] | None = None, *, words: str = "", advice: str = ""
 ) -> FieldType:
-    """Return the type for some values, and for aliases, which are stored as their values."""
+    """Return the type for the values `choices`, and for `aliases`, from which the value to store is looked up.
+
+    `words` replaces the list of accepted values in error messages, and `advice` ends them.
+    """
     others = dict(aliases or {})
     known = (*choices, *others)
     return FieldType(
@@ -163,7 +167,7 @@ PATH = FieldType("a path", lambda value: isinstance(value, str | os.PathLike), o
 
 
 def unknown_names_message(what: str, unknown: Iterable[str], known: Collection[str]) -> str:
-    """Return the error message for unknown names, with similar known ones."""
+    """Return the error message for unknown names of `what`, such as "engine options", with similar known ones."""
     names = sorted(unknown)
     return f"unsupported {what} {names}{did_you_mean(names, known)}; supported are {sorted(known)}"
 

@@ -104,6 +104,7 @@ class SpeculationConfig:
             )
 
     def _check_tree(self, tree: TokenTree) -> None:
+        """Raise ConfigError unless the method can draft a tree, and the number of tokens is its depth."""
         if self.method not in TREE_METHODS:
             raise ConfigError(
                 f"speculative_token_tree needs a method of {list(TREE_METHODS)}, got method {self.method!r}"
@@ -116,7 +117,11 @@ class SpeculationConfig:
 
     @classmethod
     def from_value(cls, value: object) -> SpeculationConfig | None:
-        """Return the configuration for a user's value; ConfigError for unsupported keys."""
+        """Return the configuration from a user's dict or JSON, or the one given; None for None and "null".
+
+        Raises:
+            ConfigError: a key is not supported, or a value is invalid.
+        """
         if value is None or isinstance(value, SpeculationConfig):
             return value
         if isinstance(value, str) and value.strip() == "null":

@@ -42,19 +42,19 @@ class OutputReader:
         """Return one increment for each completion that has new tokens or has ended since the last call."""
         increments = []
         has_ended = False
-        for place in self._open:
-            completion, start = place.completion, place.num_tokens
+        for position in self._open:
+            completion, start = position.completion, position.num_tokens
             token_ids, reason = completion.token_ids, completion.finish_reason
             num_tokens = len(token_ids)
             if num_tokens == start and reason is None:
                 continue
-            text, logprobs = completion.text_since(place.num_chars), completion.logprobs_since(start, num_tokens)
-            place.num_chars += len(text)
-            place.num_tokens = num_tokens
+            text, logprobs = completion.text_since(position.num_chars), completion.logprobs_since(start, num_tokens)
+            position.num_chars += len(text)
+            position.num_tokens = num_tokens
             has_ended |= reason is not None
             increments.append(Increment(completion, text, token_ids[start:], logprobs, reason))
         if has_ended:
-            self._open = [place for place in self._open if place.completion.finish_reason is None]
+            self._open = [each for each in self._open if each.completion.finish_reason is None]
         return increments
 
 

@@ -14,7 +14,7 @@ from jaxserve.errors import RequestError, brief
 
 MAX_GRAMMAR_CHARS = 2**18
 MAX_CHOICES = 4096
-_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @no_type_check  # users pass wrong types, which __post_init__ must reject with a RequestError
@@ -48,12 +48,12 @@ class StructuredOutputsParams:
     append_forced_tokens: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in _FORMS if self._is_given(name)]
+        given = [name for name in _CONSTRAINTS if self._is_given(name)]
         if len(given) != 1:
-            raise RequestError(f"structured_outputs must have exactly one of {list(_FORMS)}, got {given}")
+            raise RequestError(f"structured_outputs must have exactly one of {list(_CONSTRAINTS)}, got {given}")
         _SCHEMA.check(self)
         if self.json is not None:
-            self._read_json()
+            self._check_json()
         if (num_chars := len(self.text)) > MAX_GRAMMAR_CHARS:
             raise RequestError(
                 f"structured_outputs must be at most {MAX_GRAMMAR_CHARS} characters, got {given[0]} of {num_chars}; "
@@ -61,10 +61,12 @@ class StructuredOutputsParams:
             )
 
     def _is_given(self, name: str) -> bool:
+        """Return whether the field `name` constrains the output."""
         value = getattr(self, name)
         return value is not None and (name != "json_object" or value is not False)
 
-    def _read_json(self) -> None:
+    def _check_json(self) -> None:
+        """Raise RequestError unless the field `json` is a JSON schema that some value obeys."""
         schema: Any = self.json
         try:
             if isinstance(schema, str) and len(schema) <= MAX_GRAMMAR_CHARS:
@@ -85,7 +87,7 @@ class StructuredOutputsParams:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """JSON schema, if there is one."""
+        """Schema for the output if `is_json`, as parsed JSON; {} allows any value."""
         schema = self.json if self.json is not None else {"type": "object"}
         if isinstance(schema, str):
             schema = json.loads(schema, parse_float=_exact_float)
@@ -103,7 +105,7 @@ class StructuredOutputsParams:
     @property
     def key(self) -> str:
         """Text with everything that determines the compiled grammar."""
-        kind = next(name for name in _FORMS if self._is_given(name))
+        kind = next(name for name in _CONSTRAINTS if self._is_given(name))
         return "\0".join((kind, self.text, str(self.disable_any_whitespace), self.whitespace_pattern or ""))
 
     @classmethod
@@ -120,7 +122,7 @@ class StructuredOutputsParams:
 
 
 def _exact_float(text: str) -> float | Decimal:
-    """Return a number with a point or an exponent; a Decimal if no float equals it."""
+    """Parse a JSON number with a point or an exponent: to a float, or to a Decimal if no float equals it."""
     number = float(text)
     return number if Decimal(repr(number)) == Decimal(text) else Decimal(text)
 
@@ -137,7 +139,7 @@ _SCHEMA = Schema(
         "grammar": _TEXT,
         "whitespace_pattern": _TEXT,
         "choice": list_of(
-            FILLED_TEXT, f"a list of 1 to {MAX_CHOICES} non-empty strings", least=1, most=MAX_CHOICES
+            FILLED_TEXT, f"a list of 1 to {MAX_CHOICES} non-empty strings", min_len=1, max_len=MAX_CHOICES
         ).optional(),
     },
 )

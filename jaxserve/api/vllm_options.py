@@ -188,6 +188,7 @@ def check_arguments(given: Mapping[str, Any], accepted: Sequence[VllmOption]) ->
 
 
 def _check_option(option: VllmOption, value: object) -> None:
+    """Raise ConfigError unless jaxserve's behaviour matches this value."""
     if (problem := option.accepted_type.problem(option.name, value)) is not None:
         raise ConfigError(f"{problem}; leave it out")
 

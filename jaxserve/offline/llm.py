@@ -71,12 +71,13 @@ class LLM:
 
     @classmethod
     def over(cls, engine: Engine) -> "LLM":
-        """Return an LLM for an engine that nothing else steps."""
+        """Return an LLM that drives an existing engine, which nothing else may step."""
         llm = cls.__new__(cls)
         llm._drive(engine)
         return llm
 
     def _drive(self, engine: Engine) -> None:
+        """Start threads that drive the engine; in a following process, follow the leading one until it ends."""
         self.engine = engine
         engine.host.follow()
         self._threads = EngineThreads(engine)
@@ -317,7 +318,7 @@ class LLM:
             RequestError: the prompt or its parameters cannot be served; raised with the first increment.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        (group,) = self._calls.prepare([prompt], per_prompt(params, SamplingParams, "sampling_params", 1), [0])
+        (group,) = self._calls.prepare([prompt], per_prompt(params, SamplingParams, "sampling_params", 1))
         output, reader = group.output, OutputReader(group.output)
         news: SimpleQueue[None] = SimpleQueue()
         try:
@@ -338,8 +339,9 @@ class LLM:
             self._calls.cancel([group])
 
     def batch_engine(self) -> OfflineEngine:
-        """Return the engine in the form used by `run_batch`, which also accepts the LLM itself; other calls may run
-        alongside.
+        """Return the engine with the interface that `run_batch` uses, which also accepts the LLM itself.
+
+        Other calls of the LLM may run alongside.
         """
         return OfflineEngine(self.engine, self._threads)
 
@@ -435,6 +437,7 @@ def _with_increments(output: RequestOutput, increments: Sequence[Increment]) -> 
 
 
 def _require_tokenizer(engine: Engine) -> Tokenizer:
+    """Return the engine's tokenizer; ConfigError if it has none."""
     if engine.tokenizer is None:
         raise ConfigError("there is no tokenizer; drop skip_tokenizer_init")
     return engine.tokenizer

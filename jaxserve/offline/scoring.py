@@ -40,7 +40,7 @@ def check_head(pooler: Pooler) -> None:
 
 
 def joined(texts: Sequence[tuple[Prompt, Prompt]], pooler: Pooler, tokenizer: Tokenizer) -> list[Prompt]:
-    """Return each pair as one token id prompt.
+    """Return one token id prompt per text pair, for a classification head that reads both.
 
     Raises:
         RequestError: the head has several labels, or a prompt is not text.
@@ -55,23 +55,23 @@ def joined(texts: Sequence[tuple[Prompt, Prompt]], pooler: Pooler, tokenizer: To
 
 
 def head_scores(outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> list[ScoringRequestOutput]:
+    """Return a score per pair, given the outputs from a head that has read both: its first element each."""
     return [output.converted(ScoringRequestOutput, ScoringOutput(float(output.outputs.data[0]))) for output in outputs]
 
 
 def cosine(x: NDArray[np.float32], y: NDArray[np.float32]) -> float:
+    """Return the cosine similarity between two vectors."""
     return float(np.dot(x, y) / max(float(np.linalg.norm(x) * np.linalg.norm(y)), _SMALLEST_NORM))
 
 
 def embedding_scores(outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> list[ScoringRequestOutput]:
-    """Return the cosine for each consecutive pair."""
-    scores = []
-    for a, b in zip(outputs[::2], outputs[1::2], strict=True):
-        scores.append(
-            ScoringRequestOutput(
-                f"{a.request_id}_{b.request_id}",
-                ScoringOutput(cosine(a.outputs.data, b.outputs.data)),
-                a.prompt_token_ids + b.prompt_token_ids,
-                a.num_cached_tokens + b.num_cached_tokens,
-            )
+    """Return a score per pair, given the embeddings for both its prompts in sequence: their cosine similarity."""
+    return [
+        ScoringRequestOutput(
+            f"{a.request_id}_{b.request_id}",
+            ScoringOutput(cosine(a.outputs.data, b.outputs.data)),
+            a.prompt_token_ids + b.prompt_token_ids,
+            a.num_cached_tokens + b.num_cached_tokens,
         )
-    return scores
+        for a, b in zip(outputs[::2], outputs[1::2], strict=True)
+    ]

@@ -35,7 +35,7 @@ _OWN, _SHARED, _ARRIVALS = 0, 1, 2  # independent random streams
 _WORKLOAD = {
     "name": FILLED_TEXT,
     "seed": integer(0),
-    "requests": list_of(ANY, "a list of at least one request", least=1),
+    "requests": list_of(ANY, "a list of at least one request", min_len=1),
 }
 
 
