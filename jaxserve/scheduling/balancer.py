@@ -18,13 +18,14 @@ class Target(Protocol):
 
     @property
     def view(self) -> ShardView:
-        """Interface to ask whether requests could start."""
+        """Read-only answers about its load and whether requests could start."""
 
     @property
     def load(self) -> int:
         """Tokens to compute before a request added now."""
 
-    def add(self, request: Request) -> None: ...
+    def add(self, request: Request) -> None:
+        """Queue a request, which fits by itself."""
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request unless it has ended already."""
@@ -89,7 +90,7 @@ class Balancer:
         return list(self._queue)
 
     def locate(self, request: Request) -> int:
-        """Return the index of a request's target; give a queued request to the first."""
+        """Return the index of a request's target; a request without one is first given to target 0."""
         if request in self._queue:
             request.num_shared_tokens = 0
             self.bind(request, 0)
@@ -101,7 +102,7 @@ class Balancer:
         return [request_id for request_id, other in self._target_of.items() if other == index]
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queue new requests; every target is large enough for them."""
+        """Queue new requests, which fit every target by themselves; a single target gets them immediately."""
         for request in requests:
             if self._has_choice:
                 self._queue.append(request)
@@ -110,7 +111,7 @@ class Balancer:
                 self._give(request, 0)
 
     def finish(self, request: Request, reason: FinishReason | None = None) -> None:
-        """Forget a request that has ended, or end it for `reason`."""
+        """Forget a request; with a `reason`, first end it, on its target or in the queue."""
         index = self._target_of.pop(request.request_id, None)
         if self._bound.pop(request.request_id, None) is not None:
             self._queue.stopped(request)
@@ -124,7 +125,7 @@ class Balancer:
                 request.status, request.finish_reason = RequestStatus.FINISHED, reason
 
     def lose(self, index: int) -> list[str]:
-        """Forget the requests that a target has lost; return their ids."""
+        """Forget all requests on a target that has failed; return their ids."""
         lost = self.ids_on(index)
         for request_id in lost:
             del self._target_of[request_id]
@@ -136,31 +137,36 @@ class Balancer:
         """Give queued requests, in order, to targets that could start them now."""
         if not self._has_choice:
             return
-        self._give_to_idle(self._look())
+        self._give_to_idle(self._read_changes())
         if self._queue:
             self._give_to_idle(self._route())
 
     def bind(self, request: Request, index: int) -> None:
-        """Give a queued request to a target, which will then hold its prefix."""
+        """Give a queued request to a target, charge its tenant, and note that the target will hold its prefix.
+
+        The caller must then remove it from the queue.
+        """
         self._queue.started(request, request.num_shared_tokens)
         self._bound[request.request_id] = request
         self._give(request, index)
         self._router.note(index, self._prefix(request))
         del self._prefixes[request.request_id]
-        self._note(index, is_open=True)  # `could_start` decides whether it is still open
+        self._update_router(index, is_open=True)  # `could_start` decides whether it is still open
 
     def _dequeue(self, request: Request) -> None:
+        """Remove a request from the queue and its tokens from the count."""
         self._queue.remove(request)
         self.num_queued_tokens -= request.num_tokens
 
     def _give(self, request: Request, index: int) -> None:
+        """Add a request to a target and remember which."""
         self._target_of[request.request_id] = index
         self._targets[index].add(request)
 
-    def _look(self) -> list[Request]:
-        """Note changes; return requests taken back because a target did not start them or because another one is idle.
+    def _read_changes(self) -> list[Request]:
+        """Update the router for all changed targets, and take waiting requests back from some targets; return these.
 
-        A plan made since the last look has skipped all waiting requests.
+        Requests are taken back from targets that made a plan without them, or from all targets if one is idle.
         """
         overdue: list[int] = []
         for index in sorted(self._changed):
@@ -168,7 +174,7 @@ class Balancer:
             changes = view.changes
             if changes.has_lost_cache:
                 self._router.forget(index)
-            self._note(index, is_open=view.is_open())
+            self._update_router(index, is_open=view.is_open())
             if changes.was_planned and index in self._with_waiting:
                 overdue.append(index)
             changes.was_planned = changes.has_lost_cache = False
@@ -176,8 +182,8 @@ class Balancer:
         indices = self._with_waiting if self._idle else overdue
         return self._take_back(list(indices)) if indices else []
 
-    def _note(self, index: int, *, is_open: bool) -> None:
-        """Report a target's load to the router; note whether it is idle and whether requests wait there."""
+    def _update_router(self, index: int, *, is_open: bool) -> None:
+        """Pass a target's load to the router; remember whether the target is idle and whether requests wait there."""
         target = self._targets[index]
         view = target.view
         self._router.set_load(index, target.load, is_open=is_open)
@@ -191,14 +197,14 @@ class Balancer:
             self._with_waiting.pop(index, None)
 
     def _take_back(self, indices: Sequence[int]) -> list[Request]:
-        """Take waiting requests back from some targets; return them in queue order."""
+        """Return the waiting requests of some targets to the queue; return them in queue order."""
         returned: list[Request] = []
         for index in indices:
             withdrawn = self._targets[index].withdraw()
             for request in withdrawn:
                 del self._target_of[request.request_id], self._bound[request.request_id]
             returned += withdrawn
-            self._note(index, is_open=self._targets[index].view.is_open())  # it may be idle now
+            self._update_router(index, is_open=self._targets[index].view.is_open())  # it may be idle now
         returned.sort(key=lambda request: (request.priority, request.arrival))
         for request in reversed(returned):
             self._queue.take_back(request, request.num_shared_tokens)
@@ -211,12 +217,12 @@ class Balancer:
         has_classes = queue.num_classes > 1
         if has_classes:
             for index, target in enumerate(self._targets):
-                self._note(index, is_open=target.view.is_open(queue.first_priority))
+                self._update_router(index, is_open=target.view.is_open(queue.first_priority))
         queue.settle()
         with closing(queue.in_order()) as order:
             for request, route in self._router.assign(
                 order,
-                self._usable_prefix,
+                lambda request: self._prefix(request) if request.read_prefix_cache else NO_PREFIX,
                 self._could_start,
                 lambda request, route: request.num_tokens - route.num_shared_tokens + ROW_CHARGE_TOKENS,
                 lambda request: not has_classes or request.priority == queue.last_priority,
@@ -232,6 +238,7 @@ class Balancer:
         return waiting
 
     def _could_start(self, request: Request, route: Route) -> Start:
+        """Return whether a route's target could start a request now; if it is full, look at it again next time."""
         request.num_shared_tokens = route.num_shared_tokens
         answer = self._targets[route.replica].view.could_start(request)
         if answer is Start.FULL:  # a smaller request may fit at the next look
@@ -239,7 +246,7 @@ class Balancer:
         return answer
 
     def _give_to_idle(self, requests: Sequence[Request]) -> None:
-        """Give one queued request to each idle target, wherever its prefix is."""
+        """Give one of these queued requests to each idle target, whatever target holds its prefix."""
         if not requests:
             return
         for index, request in zip(list(self._idle), requests, strict=False):
@@ -248,13 +255,11 @@ class Balancer:
             self._dequeue(request)
 
     def _prefix(self, request: Request) -> Prefix:
+        """Return a queued request's sampled prefixes, computed once."""
         prefix = self._prefixes.get(request.request_id)
         if prefix is None:
             prefix = self._prefixes[request.request_id] = self._targets[0].view.prefix(request)
         return prefix
-
-    def _usable_prefix(self, request: Request) -> Prefix:
-        return self._prefix(request) if request.read_prefix_cache else NO_PREFIX
 
     def check_integrity(self, unfinished: Iterable[str]) -> None:
         """Raise AssertionError unless each of these requests is either queued or on a target."""

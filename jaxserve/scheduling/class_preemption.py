@@ -18,7 +18,13 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 def preempt_lower_classes(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
-    """Preempt running lower-class requests until higher ones can continue, or start, in this plan."""
+    """Preempt running lower-class requests until higher ones can continue, or start, in this plan.
+
+    Args:
+        ledger: a shard's requests and pages.
+        policy: policy that chooses victims.
+        plan: new plan without rows, which lists preempted requests.
+    """
     running = ledger.running
     if len(ledger.num_running_of) > 1:
         for request in list(running.values()):
@@ -50,7 +56,9 @@ def preempt_lower_classes(ledger: Ledger, policy: Policy, plan: StepPlan) -> Non
 
 
 class _Rows:
-    """Running rows as seen by one class of waiting requests: lower classes can be preempted. Counted once per class.
+    """Slots and pages that waiting requests in one class can take from running rows in lower classes.
+
+    All rows are counted once per class; each preemption then updates the counts.
 
     Args:
         priority: class of the waiting requests.
@@ -63,15 +71,20 @@ class _Rows:
 
     def __init__(self, priority: int, ledger: Ledger, policy: Policy) -> None:
         self.priority, self._ledger, self._policy = priority, ledger, policy
-        left = list(map(num_remaining, _prompts_before(priority, ledger)))
+        left = list(map(num_remaining, _unfinished_prompts(priority, ledger)))
         self.num_prompt_tokens = sum(left)
         self._num_unfinished, self._num_long = len(left), sum(map(policy.is_long, left))
         self._num_short = ledger.num_pages_short(1)
-        self._num_kept = _num_kept(priority, ledger)
-        self._num_lower, self._num_freed = _lower(priority, ledger)
+        self._num_kept = _num_pages_kept(priority, ledger)
+        self._num_lower, self._num_freed = _count_lower(priority, ledger)
 
     def has_to_wait(self, request: Request, budget_left: int) -> bool:
-        """Return whether a request must wait for unfinished prompts in its class or above, whatever is free."""
+        """Return whether a waiting request must wait for unfinished prompts, even if slots and pages are free.
+
+        Args:
+            request: waiting request.
+            budget_left: tokens left in the step.
+        """
         return request.num_tokens > self._policy.max_left_to_start(budget_left, self._num_unfinished, self._num_long)
 
     def preempt_for(self, num_starts: int, num_pages: int, plan: StepPlan) -> bool:
@@ -86,25 +99,25 @@ class _Rows:
                 return False
             victim = self._policy.victim(ledger.running)
             self._num_lower -= 1
-            self._num_freed -= _num_freed(victim, ledger)
+            self._num_freed -= _num_pages_freed(victim, ledger)
             self._num_short -= ledger.num_pages_short(1, [victim])
             ledger.preempt(victim, plan)
         return True
 
     @property
     def _num_free(self) -> int:
-        """Free pages after running rows got theirs, minus the reserved ones."""
+        """Number of free pages after running rows got theirs in this plan, except those kept for rows and prompts."""
         ledger = self._ledger
         return ledger.num_available - self._num_short - ledger.num_pages_to_grow - self._num_kept
 
 
-def _prompts_before(priority: int, ledger: Ledger) -> list[Request]:
-    """Return the unfinished prompts in a class or above."""
+def _unfinished_prompts(priority: int, ledger: Ledger) -> list[Request]:
+    """Return the running requests in this class or a higher one whose prompts are unfinished."""
     return [other for other in ledger.running.values() if other.priority <= priority and in_prefill(other)]
 
 
 def _preempt_for_prompt(request: Request, ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
-    """Preempt lower-class rows until an unfinished prompt has the pages for its next chunk."""
+    """Preempt rows in lower classes until enough pages are free for an unfinished prompt's next chunk."""
     num_tokens = policy.first_chunk(num_remaining(request), ledger.max_num_batched_tokens)
     num_wanted = ledger.groups.num_blocks(request.num_computed_tokens + num_tokens) * ledger.groups.size
     num_wanted -= len(request.pages)
@@ -113,29 +126,37 @@ def _preempt_for_prompt(request: Request, ledger: Ledger, policy: Policy, plan: 
 
 
 def fits_after_preemption(priority: int, num_starts: int, num_pages: int, ledger: Ledger) -> bool:
-    """Return whether enough slots and pages would be free with all lower classes preempted."""
-    num_lower, num_freed = _lower(priority, ledger)
-    num_free = _num_free_pages(ledger) - _num_kept(priority, ledger) + num_freed
+    """Return whether enough slots and pages would be free after preempting all rows in classes below `priority`.
+
+    Args:
+        priority: class for the requests to start.
+        num_starts: number of requests to start.
+        num_pages: pages that they need.
+        ledger: a shard's requests and pages.
+    """
+    num_lower, num_freed = _count_lower(priority, ledger)
+    num_free = _num_free_pages(ledger) - _num_pages_kept(priority, ledger) + num_freed
     return len(ledger.free_slots) + num_lower >= num_starts and num_free >= num_pages
 
 
-def _lower(priority: int, ledger: Ledger) -> tuple[int, int]:
-    """Return the number of rows in lower classes, and the pages that preempting them frees."""
+def _count_lower(priority: int, ledger: Ledger) -> tuple[int, int]:
+    """Return the number of running rows in classes below `priority`, and the pages that preempting them frees."""
     lower = [other for other in ledger.running.values() if other.priority > priority]
-    return len(lower), sum(_num_freed(other, ledger) for other in lower)
+    return len(lower), sum(_num_pages_freed(other, ledger) for other in lower)
 
 
-def _num_freed(request: Request, ledger: Ledger) -> int:
-    """Return the pages that preempting a row frees, including those it would have needed and those reserved for it."""
+def _num_pages_freed(request: Request, ledger: Ledger) -> int:
+    """Return the number of pages that preempting a row frees: its own, a block that it would need in this plan, and a
+    block kept for its growth.
+    """
     return len(request.pages) + 2 * ledger.groups.size
 
 
-def _num_kept(priority: int, ledger: Ledger) -> int:
-    """Return the pages reserved for unfinished prompts in a class or above, beyond the reserve for growth."""
-    prompts, size = _prompts_before(priority, ledger), ledger.groups.size
-    return sum(ledger.num_pages_kept(other) - size * ledger.can_grow(other) for other in prompts)
+def _num_pages_kept(priority: int, ledger: Ledger) -> int:
+    """Return the number of pages kept for unfinished prompts in this class or higher ones, beyond blocks to grow."""
+    return sum(map(ledger.num_prompt_pages_kept, _unfinished_prompts(priority, ledger)))
 
 
 def _num_free_pages(ledger: Ledger) -> int:
-    """Return the free pages after running rows got theirs in this plan, minus the reserve for growth."""
+    """Return the number of free pages after all running rows got theirs in this plan and kept a block to grow."""
     return ledger.num_available - ledger.num_pages_short(1) - ledger.num_pages_to_grow

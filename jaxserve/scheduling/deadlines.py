@@ -22,9 +22,10 @@ Target = tuple[int | None, float, float]  # class (None for all others), time to
 
 
 class Deadlines:
-    """Deadlines of requests, by class.
+    """Token deadlines of requests, from the targets of their classes.
 
     Args:
+        targets: target times per class.
         reserved_prefill_tokens: tokens of a step that are reserved for prompts.
     """
 
@@ -33,15 +34,8 @@ class Deadlines:
         self._reserved_prefill_tokens = reserved_prefill_tokens
 
     def _target(self, request: Request) -> tuple[float, float] | None:
+        """Return the target times, in seconds, to a request's first token and between tokens; None without targets."""
         return self._targets.get(request.priority) or self._targets.get(None)
-
-    def next_token_s(self, request: Request) -> float | None:
-        """Return when a request's next token is due; None if its class has no targets."""
-        target = self._target(request)
-        if target is None:
-            return None
-        first_s = request.first_due_s or request.arrival_s + target[0]
-        return first_s + (request.num_tokens - request.num_prompt_tokens) * target[1]
 
     def max_prefill_tokens(self, plans: Sequence[StepPlan], timing: Timing | None) -> int:
         """Return the maximum number of prompt tokens in each plan, alongside the decoding rows already in it.
@@ -63,9 +57,15 @@ class Deadlines:
         return max(int(left_s / max(timing.prefill_token_s, 1e-9)) // len(plans), self._reserved_prefill_tokens)
 
     def next_due_s(self, request: Request) -> float | None:
-        """Return when the token that a planned row samples is due; it already counts as computed."""
-        target, due_s = self._target(request), self.next_token_s(request)
-        return None if target is None or due_s is None else due_s - target[1]
+        """Return when the token that a planned row samples is due; None if its class has no targets.
+
+        The token already counts as computed.
+        """
+        if (target := self._target(request)) is None:
+            return None
+        first_s = request.first_due_s or request.arrival_s + target[0]
+        # Replays of logs need exactly this rounding.
+        return first_s + (request.num_tokens - request.num_prompt_tokens) * target[1] - target[1]
 
     def note_first_tokens(self, plans: Sequence[StepPlan], timing: Timing | None) -> None:
         """Set the due time of each request whose first token this step samples; later deadlines follow from it."""
@@ -74,8 +74,7 @@ class Deadlines:
         ends_s = timing.starts_s + timing.prefill_step_s
         ends_s += sum(plan.num_decode_tokens for plan in plans) * timing.decode_token_s
         ends_s += sum(plan.num_prefill_tokens for plan in plans) * timing.prefill_token_s
-        for request, most in (
-            (row, most) for plan in plans for row, most in zip(plan.requests, plan.max_new, strict=True)
-        ):
-            if most and not request.first_due_s and (target := self._target(request)) is not None:
-                request.first_due_s = max(request.arrival_s + target[0], ends_s)
+        for plan in plans:
+            for request, max_new in zip(plan.requests, plan.max_new, strict=True):
+                if max_new and not request.first_due_s and (target := self._target(request)) is not None:
+                    request.first_due_s = max(request.arrival_s + target[0], ends_s)

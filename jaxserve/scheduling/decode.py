@@ -12,7 +12,7 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Decodes:
-    """Decoding rows, and whose turn it is to be held back so that prompts progress.
+    """Planner of decoding rows; some take turns to be held back, so that prompts progress.
 
     Args:
         policy: policy that reserves tokens for prompts and chooses victims.
@@ -20,21 +20,17 @@ class Decodes:
     """
 
     def __init__(self, ledger: Ledger, policy: Policy, num_spare_tokens: int = 0) -> None:
-        self._ledger = ledger
-        self._policy = policy
-        self._num_spare_tokens = num_spare_tokens
+        self._ledger, self._policy, self._num_spare_tokens = ledger, policy, num_spare_tokens
         self._num_slots = len(ledger.free_slots)
-        self._decode_limit = (
-            ledger.max_num_batched_tokens - policy.reserved_prefill_tokens
-        )  # maximum decoding rows while prompts wait
+        # maximum decoding rows while prompts wait
+        self._decode_limit = ledger.max_num_batched_tokens - policy.reserved_prefill_tokens
         self._next_held_slot = 0  # slot from which rows are held back next
 
     def feasible_steps(self, limit: int, num_drafts: Sequence[int] = (), *, has_queue: bool = False) -> int:
-        """Return the number of steps that one plan may have; more than 1 only if all rows are decoding and their pages
-        fit.
+        """Return the number of decode steps that the free pages allow in one plan; 0 unless all rows are decoding.
 
-        While requests wait, the first row that ends limits the steps, because a request could take its slot; 0 if one
-        could start immediately.
+        While requests wait, the first row that ends limits the steps, because a request could take its slot; if a
+        request could start immediately, the number is 0.
 
         Args:
             limit: maximum number of steps.
@@ -51,11 +47,15 @@ class Decodes:
         return num_steps
 
     def steps_left(self, num_drafts: Sequence[int] = ()) -> int:
-        """Return the number of steps until the last row ends; 0 without rows."""
+        """Return the number of steps, with drafts the minimum number, until the last row ends; 0 without rows.
+
+        Args:
+            num_drafts: number of tokens to draft by slot; empty for steps without drafts.
+        """
         return -(-max(self._left(), default=0) // (1 + max(num_drafts, default=0)))
 
     def _left(self) -> list[int]:
-        """Return how many tokens each row may still sample."""
+        """Return the number of tokens that each running row may still sample."""
         return [request.max_total_tokens - request.num_tokens for request in self._ledger.running.values()]
 
     def rows_to_hold_back(self) -> list[Request]:
@@ -67,29 +67,28 @@ class Decodes:
         if not (ledger.waiting and ledger.free_slots) and not any(map(in_prefill, rows)):
             return []
         # Rows at their length limit compute nothing more: see `_can_decode`.
-        in_decode = [
+        decoding = [
             row
             for row in rows
             if row.status is RequestStatus.RUNNING and not in_prefill(row) and row.num_tokens < row.max_total_tokens
         ]
-        in_decode.sort(key=lambda request: (request.slot - self._next_held_slot) % self._num_slots)
-        return in_decode[: max(len(in_decode) - self._decode_limit, 0)]
+        decoding.sort(key=lambda request: (request.slot - self._next_held_slot) % self._num_slots)
+        return decoding[: max(len(decoding) - self._decode_limit, 0)]
 
     def schedule(self, plan: StepPlan, held_back: list[Request], num_drafts: Sequence[int] = ()) -> list[Request]:
-        """Give decoding rows their tokens; return the rows in prefill, some of which may have been preempted.
+        """Add the decoding rows to a plan; return the running rows in prefill, by class and admission.
 
-        Both are ordered by class, then by admission.
+        Rows that lack pages preempt the last rows, perhaps returned ones.
 
         Args:
-            plan: plan to fill.
+            plan: empty plan with its number of steps.
             held_back: rows that miss this step.
             num_drafts: number of tokens to draft by slot; empty for a plan without drafts.
         """
         num_steps, rows_in_prefill = plan.num_steps, []
         num_spare = self._num_spare_tokens if num_drafts else 0
-        rows = self._rows(held_back)
         requests, starts, limit = plan.requests, plan.starts, num_steps
-        for request in rows:
+        for request in self._rows(held_back):
             if num_drafts:
                 limit = num_steps * (1 + num_drafts[request.slot])
             start = request.num_computed_tokens
@@ -101,12 +100,12 @@ class Decodes:
                 if num_tokens - start > 1:
                     rows_in_prefill.append(request)
                     continue
-                most = min(limit, request.max_total_tokens - num_tokens)
+                num_new = min(limit, request.max_total_tokens - num_tokens)
                 if request.waits_for_tokens:
-                    most = min(most, 1)
-                if not self._can_decode(request, most, plan, num_spare):
+                    num_new = min(num_new, 1)
+                if not self._can_decode(request, num_new, plan, num_spare):
                     continue
-                stop = start + most
+                stop = start + num_new
             request.num_computed_tokens = stop
             requests.append(request)
             starts.append(start)
@@ -120,7 +119,7 @@ class Decodes:
         return rows_in_prefill
 
     def _rows(self, held_back: list[Request]) -> list[Request]:
-        """Return the running rows that are not held back, by class, then by admission."""
+        """Return the running rows except held-back ones, by class and admission; release unseen pages of the latter."""
         rows = list(self._ledger.running.values())
         if len(self._ledger.num_running_of) > 1:  # the lowest class last: its rows may be preempted
             rows.sort(key=attrgetter("priority"))
@@ -144,8 +143,8 @@ class Decodes:
             ledger = self._ledger
             has_page = ledger.num_tokens_held(request) > request.num_computed_tokens
             has_page |= ledger.num_available >= ledger.groups.size
-            most = min(1, request.max_total_tokens - request.num_tokens)
-            if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, most, plan):
+            num_new = min(1, request.max_total_tokens - request.num_tokens)
+            if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, num_new, plan):
                 plan.requests.append(request)
                 plan.starts.append(request.num_computed_tokens)
                 plan.counts.append(1)
@@ -155,14 +154,21 @@ class Decodes:
         if num_missing:
             self._next_held_slot = (held_back[num_missing - 1].slot + 1) % self._num_slots
 
-    def _can_decode(self, request: Request, most: int, plan: StepPlan, num_spare: int = 0) -> bool:
-        """Return whether a decoding row continues; if so, allocate its pages and set `quiet_until`."""
-        # A row that reaches its limit with a token still on the device computes nothing more; update() will end it.
-        if most < 1:
+    def _can_decode(self, request: Request, num_new: int, plan: StepPlan, num_spare: int = 0) -> bool:
+        """Allocate a decoding row's pages and set its `quiet_until`; return False if it gets no token in this plan.
+
+        Args:
+            request: decoding row.
+            num_new: maximum tokens that the row samples; below 1 if a token on the device already reaches its limit, so
+                that the next update ends it.
+            plan: current plan.
+            num_spare: further tokens that the row may compute and discard.
+        """
+        if num_new < 1:
             return False
-        max_computed, num_tokens = request.max_total_tokens - 1, most
+        max_computed, num_tokens = request.max_total_tokens - 1, num_new
         if num_spare:
-            num_tokens = max(min(most + num_spare, max_computed - request.num_computed_tokens), most)
+            num_tokens = max(min(num_new + num_spare, max_computed - request.num_computed_tokens), num_new)
         ledger = self._ledger
         if ledger.groups.sliding:
             ledger.store.release_unseen(request)

@@ -54,6 +54,7 @@ class Ledger:
 
     @property
     def num_available(self) -> int:
+        """Number of free and evictable pages."""
         return self.store.num_available
 
     @property
@@ -64,17 +65,22 @@ class Ledger:
     # The queue
 
     def enqueue(self, request: Request) -> None:
+        """Queue a new request, and count it."""
         self.waiting.append(request)
         self.count(request)
 
     def dequeue(self, request: Request) -> None:
+        """Remove a waiting request from the queue and the counts; release pages that are being loaded for it."""
         self.count(request, -1)
         self.waiting.remove(request)
         self.store.abandon(request)
         request.has_failed, request.num_kept_tokens = False, 0
 
     def count(self, request: Request, sign: int = 1) -> None:
-        """Add a waiting request to the counts; with sign=-1, remove it before its tokens change."""
+        """Add a waiting request to the counts of waiting tokens and pages; with sign=-1, subtract it.
+
+        A change of its number of tokens needs a call with sign=-1 before, and a call with sign=1 after.
+        """
         num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
         # Blocks of the first chunk, plus one that the scheduler keeps free for every row that can grow.
         num_blocks = self.groups.num_blocks(min(num_tokens, self.max_num_batched_tokens)) + 1
@@ -84,7 +90,13 @@ class Ledger:
     # Running rows
 
     def start(self, request: Request, pages: list[int], num_computed_tokens: int) -> None:
-        """Give a request a slot and its pages, the first of which hold `num_computed_tokens` tokens."""
+        """Let a request run: give it a slot and its pages, and charge its tenant. It is still in the queue.
+
+        Args:
+            request: waiting request, already subtracted by `count`.
+            pages: its pages.
+            num_computed_tokens: number of its tokens whose keys and values these pages hold.
+        """
         request.status = RequestStatus.RUNNING
         request.has_failed, request.num_kept_tokens = False, 0
         request.slot = self.free_slots.pop()
@@ -103,10 +115,11 @@ class Ledger:
         self.num_growing += self.can_grow(request)
 
     def stop(self, request: Request, *, keep: bool = False) -> None:
-        """Take the slot and pages from a running request.
+        """Take the slot and pages from a running request, which ends or is preempted. Full pages stay cached.
 
         Args:
-            keep: True to swap it out: cache its pages, partly filled ones included, so that it can continue from them.
+            request: running request.
+            keep: True to swap it out: also cache its last page, partly filled, so that it can continue from there.
         """
         self.waiting.stopped(request)
         del self.running[request.request_id]
@@ -125,6 +138,10 @@ class Ledger:
         """Return a running request to the head of its tenant's queue, to continue later from cached pages.
 
         With lower tiers it is swapped out; without them its last page is not worth a copy.
+
+        Args:
+            request: running request without a row in the plan.
+            plan: current plan, which lists preempted requests.
         """
         assert request not in plan.requests, "a row of this plan must keep its pages"
         request.num_tokens_when_preempted = request.num_tokens
@@ -148,7 +165,13 @@ class Ledger:
         return len(request.pages) // self._group_size * self.page_size
 
     def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Allocate pages for a running request's next `num_tokens`; False, without a change, if too few are free."""
+        """Allocate the pages for a running request's next tokens; return False, without a change, if too few are free.
+
+        Args:
+            request: running request.
+            num_tokens: number of tokens to compute next.
+            plan: current plan, which lists requests with new pages.
+        """
         num_new = self.store.grow(request, num_tokens)
         if num_new:
             if len(request.pages) * self.page_size >= (request.max_total_tokens - 1) * self._group_size:
@@ -174,19 +197,23 @@ class Ledger:
         return self.num_growing * self.groups.size
 
     def num_pages_kept(self, request: Request) -> int:
-        """Return the pages that newcomers must leave for a running request: for the rest of its prompt, or one block to
-        grow.
+        """Return the number of pages that newcomers must leave for a running request: a block to grow, or more for the
+        rest of its prompt.
         """
-        groups = self.groups
-        num_to_grow = groups.size * self.can_grow(request)
+        return self._group_size * self.can_grow(request) + self.num_prompt_pages_kept(request)
+
+    def num_prompt_pages_kept(self, request: Request) -> int:
+        """Return the number of pages kept for the rest of a running request's prompt, beyond the block to grow."""
         if not in_prefill(request):
-            return num_to_grow
-        num_held = len(request.pages) - request.num_released_blocks * len(groups.sliding)
-        return max(groups.num_pages(request.num_tokens) - num_held, num_to_grow)
+            return 0
+        num_held = len(request.pages) - request.num_released_blocks * len(self.groups.sliding)
+        num_needed = self.groups.num_pages(request.num_tokens) - num_held
+        return max(num_needed - self._group_size * self.can_grow(request), 0)
 
     def num_pages_short(self, num_steps: int, rows: Iterable[Request] | None = None) -> int:
-        """Return how many new pages the rows need for their next `num_steps` tokens, or fewer if they reach their
-        limits first.
+        """Return the number of new pages that running rows need to compute their next `num_steps` tokens each.
+
+        A row needs no pages beyond its maximum length.
 
         Args:
             num_steps: tokens per row.
@@ -199,7 +226,7 @@ class Ledger:
         return num_short
 
     def cached_pages(self, request: Request) -> list[int]:
-        """Return the cached pages for a waiting request's prefix."""
+        """Return the pages of a waiting request's cached prefix; empty if the request must compute its whole prompt."""
         return self.store.match(request) if request.read_prefix_cache else []
 
     def num_pages_taken(self, request: Request, num_expected: int = 0) -> int:

@@ -42,7 +42,12 @@ class Planning:
         self._shards, self._balancer, self._deadlines = shards, balancer, deadlines
 
     def make(self, step_id: int, choice: StepChoice) -> list[StepPlan]:
-        """Return a plan per shard, possibly without rows."""
+        """Return the next plan for each shard, possibly without rows.
+
+        Args:
+            step_id: number of the plan.
+            choice: limits of the plan.
+        """
         self._balancer.dispatch()
         plans = [StepPlan(step_id) for _ in self._shards]
         parts = list(zip(self._shards, plans, strict=True))
@@ -58,7 +63,7 @@ class Planning:
         return plans
 
     def _agree(self, choice: StepChoice) -> StepChoice:
-        """Return the limits, reduced to those that every shard with requests can meet."""
+        """Return `choice`, reduced to the steps, drafts and split that every shard with requests can plan."""
         max_steps, num_drafts, timing, may_split = choice
         if max_steps == 1 and not num_drafts and not may_split:
             return choice
@@ -70,7 +75,12 @@ class Planning:
         return StepChoice(max(num_steps, 1), num_drafts, timing, may_split and bool(self._feasible_steps(1)))
 
     def _feasible_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
-        """Return the number of steps that all shards with requests can plan; see `Decodes.feasible_steps`."""
+        """Return the number of decode steps that one plan of every shard with requests may have; 0 if none.
+
+        Args:
+            limit: maximum number of steps.
+            num_drafts: number of tokens to draft by slot; empty for a plan without drafts.
+        """
         busy = [shard.decodes for shard in self._shards if not shard.view.is_idle]
         num_steps = min(limit, max((decodes.steps_left(num_drafts) for decodes in busy), default=0))
         has_queue = self._balancer.num_queued > 0
@@ -102,6 +112,5 @@ def join(plans: Sequence[StepPlan], num_shard_pages: int) -> StepPlan:
         joined.wants_prompt_logprobs |= part.wants_prompt_logprobs
         joined.is_split |= part.is_split
         joined.num_steps = max(joined.num_steps, part.num_steps)
-    most = max(part.num_tokens for part in plans)
-    joined.num_uneven_tokens = most * len(plans) - joined.num_tokens
+    joined.num_uneven_tokens = max(part.num_tokens for part in plans) * len(plans) - joined.num_tokens
     return joined

@@ -1,7 +1,6 @@
 """Policy: order of requests, and division of each step among prompts.
 
-Plain numbers with pure functions. The configuration, which is above it in the module hierarchy, resolves it as part of
-the schedule's sizes.
+Plain numbers with pure functions. `ScheduleConfig.policy` resolves it from the engine's options.
 
 Long prompts. A prompt with more than `long_threshold` tokens left is long. Only a few long prompts are computed at a
 time, and the first chunk of each is half the remaining budget, so that other prompts can start. It then gets the tokens
@@ -12,7 +11,6 @@ import sys
 from dataclasses import dataclass
 from operator import attrgetter
 
-from jaxserve.api.config import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS
 from jaxserve.scheduling.request import Request
 
 _priority = attrgetter("priority")
@@ -53,37 +51,6 @@ class Policy:
     weights: tuple[tuple[str, float], ...] = ()
     targets: tuple[tuple[int | None, float, float], ...] = ()
 
-    @classmethod
-    def from_options(
-        cls,
-        max_num_batched_tokens: int,
-        max_num_partial_prefills: int = DEFAULT_PARTIAL_PREFILLS,
-        max_long_partial_prefills: int = DEFAULT_LONG_PREFILLS,
-        long_prefill_token_threshold: int = 0,
-        weights: tuple[tuple[str, float], ...] = (),
-        targets: tuple[tuple[int | None, float, float], ...] = (),
-    ) -> "Policy":
-        """Build the policy from engine options.
-
-        Args:
-            max_num_batched_tokens: token budget per step.
-            max_num_partial_prefills: maximum prompts between two chunks.
-            max_long_partial_prefills: maximum long prompts among these.
-            long_prefill_token_threshold: remaining tokens above which a prompt is long, and its chunk size. 0 means the
-                token budget as the threshold, and half the budget as chunk size.
-            weights: fair-share weights by tenant.
-            targets: latency targets by priority class, see `Policy`.
-        """
-        return cls(
-            reserved_prefill_tokens(max_num_batched_tokens),
-            max_num_partial_prefills,
-            max_long_partial_prefills,
-            long_prefill_token_threshold or max_num_batched_tokens,
-            long_prefill_token_threshold or max(max_num_batched_tokens // 2, 1),
-            weights=weights,
-            targets=targets,
-        )
-
     def victim(self, running: dict[str, Request]) -> Request:
         """Return the request to preempt: the last admitted one in the lowest class.
 
@@ -93,12 +60,13 @@ class Policy:
         return max(reversed(running.values()), key=_priority)
 
     def is_long(self, num_left: int) -> bool:
+        """Return whether a prompt with `num_left` uncomputed tokens is long."""
         return num_left > self.long_threshold
 
     def first_chunk(self, num_left: int, budget_left: int) -> int:
-        """Return the size of a prompt's first chunk in this step.
+        """Return the number of tokens in a prompt's first chunk in this step.
 
-        A long prompt gets at most half the remaining budget, so that short prompts fit beside it.
+        A long prompt gets at most half the remaining budget, so that short prompts fit as well.
 
         Args:
             num_left: uncomputed tokens in the prompt.
@@ -109,7 +77,7 @@ class Policy:
         return min(num_left, budget_left)
 
     def further_chunk(self, num_left: int, num_taken: int, budget_left: int, *, decode_waits: bool) -> int:
-        """Return a prompt's further tokens in this step, after other prompts got their first chunks.
+        """Return the number of further tokens that a prompt gets in this step, after all prompts got a first chunk.
 
         Args:
             num_left: tokens left after its first chunk.
@@ -117,10 +85,10 @@ class Policy:
             budget_left: unassigned tokens of the step.
             decode_waits: True if decoding rows wait for the step.
         """
-        most = min(num_left, budget_left)
+        num_tokens = min(num_left, budget_left)
         if decode_waits and self.is_long(num_left + num_taken):
-            most = min(most, self.long_chunk - num_taken)
-        return max(most, 0)
+            num_tokens = min(num_tokens, self.long_chunk - num_taken)
+        return max(num_tokens, 0)
 
     def max_left_to_start(self, budget_left: int, num_unfinished: int, num_long: int) -> int:
         """Return the maximum uncomputed tokens with which a waiting request may start now.

@@ -51,7 +51,7 @@ class Prefills:
         num_displaced: int,
         max_tokens: int = sys.maxsize,
     ) -> None:
-        """Add rows to a plan that already has its decoding rows.
+        """Add prompts, unfinished and new ones, to a plan that already has its decoding rows.
 
         Args:
             plan: plan to add to.
@@ -80,32 +80,31 @@ class Prefills:
         self._take_snapshots(plan, first_row)
 
     def _continue(self, rows: Sequence[Request], start: int, stop: int, plan: StepPlan) -> bool:
-        """Give the rows in prefill of one class their first chunk, oldest first; return whether one of them lacks
-        pages.
+        """Give one class's rows in prefill their first chunk, oldest first; return whether one of them lacks pages.
 
         Args:
             rows: all rows in prefill; those from `stop` on have lower classes.
-            start: index of the first row of the class.
+            start: index of the first row in the class.
             stop: index after its last row.
             plan: plan to add to.
         """
         ledger, is_short = self._ledger, False
-        own = [request for request in rows[start:stop] if request.status in RUNS]
-        kept = _Kept(ledger, own, self._prompts.num_pages_kept - ledger.num_pages_to_grow)
-        self._prompts.unfinished += own
+        in_class = [request for request in rows[start:stop] if request.status in RUNS]
+        reserve = _PageReserve(ledger, in_class, self._prompts.num_pages_kept - ledger.num_pages_to_grow)
+        self._prompts.unfinished += in_class
         for index, request in enumerate(rows[start:stop], start):
             budget_left = self._prompts.budget_left(plan)
             if request.status not in RUNS or not budget_left:  # preempted for an older one
                 continue
             wanted = self._policy.first_chunk(num_remaining(request), budget_left)
             ledger.store.release_unseen(request)
-            kept.begin_turn(request)
-            num_tokens = kept.num_affordable(request, wanted)
+            reserve.begin_turn(request)
+            num_tokens = reserve.num_affordable(request, wanted)
             while not num_tokens and (victim := _last_running(rows[index + 1 :])) is not None:
                 if victim.priority == request.priority:
-                    kept.forget(victim)
+                    reserve.forget(victim)
                 ledger.preempt(victim, plan)
-                num_tokens = kept.num_affordable(request, wanted)
+                num_tokens = reserve.num_affordable(request, wanted)
             is_short |= num_tokens < wanted
             if num_tokens and ledger.allocate(request, num_tokens, plan):
                 self._prompts.compute(self._prompts.add_row(request, plan), num_tokens, plan)
@@ -113,27 +112,37 @@ class Prefills:
         return is_short
 
     def _distribute_rest(self, plan: StepPlan, first_row: int, *, decode_waits: bool) -> None:
-        """Give planned unfinished prompts the rest of the budget, oldest first."""
+        """Give unfinished prompts the rest of the token budget, oldest first, as further tokens of their rows.
+
+        Args:
+            plan: plan that holds the prompts' first chunks.
+            first_row: index of the first prompt's row.
+            decode_waits: True if decoding rows wait for the step.
+        """
         unfinished = self._prompts.unfinished
-        row_of = dict(zip(plan.requests[first_row:], count(first_row), strict=False))
-        kept = _Kept(self._ledger, unfinished)
+        row_by_request = dict(zip(plan.requests[first_row:], count(first_row), strict=False))
+        reserve = _PageReserve(self._ledger, unfinished)
         for request in unfinished:
             budget_left = self._prompts.budget_left(plan)
             if not budget_left:
                 return
-            kept.begin_turn(request)
-            row = row_of.get(request)
+            reserve.begin_turn(request)
+            row = row_by_request.get(request)
             if row is None:
                 continue
             wanted = self._policy.further_chunk(
                 num_remaining(request), plan.counts[row], budget_left, decode_waits=decode_waits
             )
-            num_tokens = kept.num_affordable(request, wanted)
+            num_tokens = reserve.num_affordable(request, wanted)
             if num_tokens and self._ledger.allocate(request, num_tokens, plan):
                 self._prompts.compute(row, num_tokens, plan)
 
     def _take_snapshots(self, plan: StepPlan, first_row: int) -> None:
-        """Take state snapshots at useful positions of the rows from `first_row` on."""
+        """Plan snapshots of recurrent states in the rows from `first_row` on.
+
+        A row takes one after its last full page or at a common prefix of several requests, if the plan computes that
+        position.
+        """
         ledger = self._ledger
         if (states := ledger.store.states) is None:
             return
@@ -141,7 +150,7 @@ class Prefills:
             request, start = plan.requests[row], plan.starts[row]
             stop, num_known = start + plan.counts[row], request.num_tokens - plan.max_new[row]
             last = (num_known - 1) // ledger.page_size * ledger.page_size  # the last token is computed in any case
-            num_tokens = next((place for place in (request.branch_tokens, last) if start < place <= stop), None)
+            num_tokens = next((each for each in (request.branch_tokens, last) if start < each <= stop), None)
             if num_tokens is None or request in ledger.store.unshared:
                 continue
             entry = states.take(ledger.store.hashes(request)[num_tokens // ledger.page_size - 1])
@@ -149,11 +158,11 @@ class Prefills:
                 plan.snapshots.append((row, num_tokens - start, entry))
 
 
-class _Kept:
-    """Free pages that prompts may not take, because older prompts or growing decoding rows need them.
+class _PageReserve:
+    """Number of free pages that a prompt must leave for older prompts and for decoding rows that can grow.
 
-    Prompts are visited oldest first, and the sums are updated at each: one call may append tokens to many rows, which
-    then all count as prompts.
+    Prompts are visited oldest first, and the number is updated at each: `Scheduler.extend` may have turned many rows
+    into prompts.
 
     Args:
         ledger: ledger of all requests.
@@ -165,28 +174,28 @@ class _Kept:
         self._ledger, self._size = ledger, ledger.groups.size
         self._num_older_pages = num_older_pages
         self._num_growing = sum(map(ledger.can_grow, prompts))  # prompts whose turn is now or later
-        self._last: Request | None = None
-        self._can_last_grow = False  # whether it could grow when its turn began
+        self._current: Request | None = None
+        self._could_grow = False  # whether the current prompt could grow when its turn began
 
     def begin_turn(self, request: Request) -> None:
         """Make `request` the current prompt, and reserve the pages that the previous one still needs."""
-        ledger, last = self._ledger, self._last
-        if last is not None:
-            self._num_growing -= self._can_last_grow
-            self._num_older_pages += ledger.num_pages_kept(last) - self._size * ledger.can_grow(last)
-        self._last, self._can_last_grow = request, ledger.can_grow(request)
+        if self._current is not None:
+            self._num_growing -= self._could_grow
+            self._num_older_pages += self._ledger.num_prompt_pages_kept(self._current)
+        self._current, self._could_grow = request, self._ledger.can_grow(request)
 
     def forget(self, request: Request) -> None:
-        """Stop reserving pages for a prompt that is preempted before it is visited."""
+        """Count a prompt that is preempted before its turn no longer among the growing ones."""
         self._num_growing -= self._ledger.can_grow(request)
 
-    def num_affordable(self, request: Request, most: int) -> int:
-        """Return how many tokens, at most `most`, the current prompt may compute without the reserved pages."""
+    def num_affordable(self, request: Request, limit: int) -> int:
+        """Return the number of tokens, up to `limit`, that the current prompt can compute without reserved pages."""
         ledger, size = self._ledger, self._size
         num_kept = ledger.num_pages_to_grow + self._num_older_pages - size * self._num_growing
         num_blocks = (len(request.pages) + max(ledger.num_available - num_kept, 0)) // size
-        return max(min(most, num_blocks * ledger.page_size - request.num_computed_tokens), 0)
+        return max(min(limit, num_blocks * ledger.page_size - request.num_computed_tokens), 0)
 
 
 def _last_running(rows: Sequence[Request]) -> Request | None:
+    """Return the last row that has not been preempted; None if there is none."""
     return next((request for request in reversed(rows) if request.status in RUNS), None)

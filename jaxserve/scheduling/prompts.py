@@ -28,19 +28,20 @@ class Prompts:
     # The current plan
 
     def begin(self, plan: StepPlan, max_tokens: int) -> None:
-        """Begin the prompts of a plan that already has its decoding rows, with at most `max_tokens` prompt tokens."""
+        """Limit a plan that already has its decoding rows to `max_tokens` prompt tokens; no prompt is in it yet."""
         self._limit = min(plan.num_tokens + max_tokens, self._ledger.max_num_batched_tokens)
         self.unfinished = []
 
     def budget_left(self, plan: StepPlan) -> int:
+        """Return the number of tokens that the current plan may still get."""
         return self._limit - plan.num_tokens
 
     def settle(self) -> None:
-        """Forget prompts that the plan has finished or preempted."""
+        """Remove the prompts that the plan has finished or preempted from `unfinished`."""
         self.unfinished = [request for request in self.unfinished if request.status in RUNS and in_prefill(request)]
 
     def add_row(self, request: Request, plan: StepPlan) -> int:
-        """Add a row without tokens; return its index."""
+        """Add a row without tokens for a request; return the row's index in the plan."""
         plan.requests.append(request)
         plan.starts.append(request.num_computed_tokens)
         plan.counts.append(0)
@@ -48,7 +49,9 @@ class Prompts:
         return plan.num_rows - 1
 
     def compute(self, row: int, num_tokens: int, plan: StepPlan) -> None:
-        """Add the next tokens of a row's request to the plan, and count them as computed."""
+        """Add the next `num_tokens` tokens of a row's request to the plan, count them as computed, and cache its full
+        pages.
+        """
         request = plan.requests[row]
         start = request.num_computed_tokens
         samples = num_remaining(request) == num_tokens
@@ -67,19 +70,18 @@ class Prompts:
 
     @property
     def num_long(self) -> int:
+        """Number of unfinished prompts that are long by the policy."""
         return sum(self._policy.is_long(num_remaining(request)) for request in self.unfinished)
 
     @property
     def num_pages_kept(self) -> int:
         """Free pages that newcomers must leave for running rows."""
-        ledger, num_kept = self._ledger, self._ledger.num_pages_to_grow
-        for request in self.unfinished:
-            if request.status in RUNS:
-                num_kept += ledger.num_pages_kept(request) - ledger.groups.size * ledger.can_grow(request)
-        return num_kept
+        ledger = self._ledger
+        running = (request for request in self.unfinished if request.status in RUNS)
+        return ledger.num_pages_to_grow + sum(map(ledger.num_prompt_pages_kept, running))
 
     def next_chunks(self) -> Iterator[tuple[Request, int]]:
-        """Yield the unfinished prompts with each one's first chunk in the next plan."""
+        """Yield the unfinished prompts, each with the number of tokens in its first chunk in the next plan."""
         unfinished = [request for request in self.unfinished if request.status in RUNS]
         budget_left = self._ledger.max_num_batched_tokens - (len(self._ledger.running) - len(unfinished))
         for request in unfinished:

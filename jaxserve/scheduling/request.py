@@ -24,7 +24,7 @@ class FinishReason(enum.StrEnum):
 
 
 class RequestStatus(enum.Enum):
-    """Scheduling state."""
+    """Scheduling state of a request."""
 
     WAITING = enum.auto()  # without pages and slot; new or preempted
     LOADING = enum.auto()  # waiting, with pages that are being written from a lower tier
@@ -52,10 +52,14 @@ class Constraint(Protocol):
         """Bit mask of the allowed next tokens; read-only."""
 
     def advance(self, output_token_ids: Sequence[int]) -> None:
-        """Consume the new tokens of the output."""
+        """Read the tokens that were appended to the output since the last call; set `forced`, `error` and `has_ended`.
+
+        Args:
+            output_token_ids: all tokens of the output.
+        """
 
     def again(self) -> Constraint:
-        """Return the constraint before the first token."""
+        """Return a new constraint of the same kind, for an empty output."""
 
 
 T = TypeVar("T")
@@ -146,7 +150,7 @@ class Request:
 
     @property
     def bias_kind(self) -> int:
-        """1 if ids are biased or forbidden, 2 if only restricted to some, as by most constraints, otherwise 0."""
+        """1 if logits of some ids are biased or forbidden, 2 if only some ids are allowed, otherwise 0."""
         if self.params.logit_bias or self.bad_sequences:
             return 1
         return 2 if self.changes_logits else 0

@@ -28,22 +28,17 @@ _CLOSED = sys.maxsize
 Job = TypeVar("Job")
 
 
-def _geometric_depths() -> list[int]:
-    depths = [1]
-    while depths[-1] < 2**30:
-        depths.append(depths[-1] + max(depths[-1] // 4, 1))
-    return depths
-
-
-_DEPTHS = _geometric_depths()
+_DEPTHS = [1]  # prefix lengths in blocks: all small ones, then each a quarter longer
+while _DEPTHS[-1] < 2**30:
+    _DEPTHS.append(_DEPTHS[-1] + max(_DEPTHS[-1] // 4, 1))
 
 
 @lru_cache(maxsize=2**16)
 def sample_depths(num_blocks: int) -> Sequence[int]:
-    """Return the prefix lengths, in blocks, that are hashed: all small ones, then each a quarter longer.
+    """Return the prefix lengths, in blocks, that are hashed for a prompt with `num_blocks` blocks.
 
-    A long prompt has about thirty, and at least four fifths of any shared prefix are found. The last length is
-    `num_blocks`.
+    These are all small ones, then each a quarter longer than the previous one, and finally `num_blocks`. A long prompt
+    has about thirty, and at least four fifths of any shared prefix are found.
     """
     depths = _DEPTHS[: bisect_right(_DEPTHS, num_blocks)]
     return depths if not num_blocks or depths[-1] == num_blocks else [*depths, num_blocks]
@@ -86,7 +81,12 @@ NO_PREFIX = Prefix((), ())
 
 @lru_cache(maxsize=2**16)
 def _sampler(num_blocks: int, block_size: int) -> tuple[Sequence[int], Callable[[Sequence[bytes]], Sequence[bytes]]]:
-    """Return the sampled lengths, and a function that selects their hashes from the hashes of all blocks."""
+    """Return the sampled prefix lengths in tokens, and a function from all blocks' hashes to these prefixes' hashes.
+
+    Args:
+        num_blocks: number of blocks in the prompt.
+        block_size: tokens per block.
+    """
     depths = sample_depths(num_blocks)
     lengths = tuple(depth * block_size for depth in depths)
     if len(depths) < 2:  # `itemgetter` with one index returns no tuple
@@ -232,11 +232,12 @@ class Router:
         self._epochs[replica] += 1
 
     def _set_open_load(self, replica: int) -> None:
+        """Update a replica's entry in `_open_loads` from its loads and whether it is open."""
         load = self._loads[replica] + self._waiting_loads[replica]
         self._open_loads[replica] = load if self._is_open[replica] else _CLOSED
 
     def _find_holders(self, prefix: Prefix) -> dict[int, int]:
-        """Return the replicas that hold a prefix of the prompt, with the number of tokens in the longest one."""
+        """Return replicas that hold a prefix of a prompt, each with the length of the longest such prefix in tokens."""
         found: dict[int, int] = {}
         held: list[dict[int, int]] = []
         for prefix_hash in prefix.hashes:

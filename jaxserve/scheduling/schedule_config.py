@@ -104,14 +104,19 @@ class ScheduleConfig:
 
     @property
     def policy(self) -> Policy:
-        """Policy that orders requests and divides a step's tokens."""
-        return Policy.from_options(
-            self.max_num_batched_tokens,
+        """Policy that orders requests and divides a step's tokens.
+
+        Without a threshold, prompts longer than the token budget are long, and their chunks have half the budget.
+        """
+        budget, threshold = self.max_num_batched_tokens, self.long_prefill_token_threshold
+        return Policy(
+            reserved_prefill_tokens(budget),
             self.max_num_partial_prefills,
             self.max_long_partial_prefills,
-            self.long_prefill_token_threshold,
-            self.tenant_weights,
-            self.targets,
+            long_threshold=threshold or budget,
+            long_chunk=threshold or max(budget // 2, 1),
+            weights=self.tenant_weights,
+            targets=self.targets,
         )
 
     @cached_property
@@ -150,14 +155,15 @@ class ScheduleConfig:
         With several data-parallel shards, all shards have the same size.
         """
         count = self.num_data_shards
-        top, next_size = self.max_num_batched_tokens // count, _next_of_few if self.few_programs else _next_of_many
+        top = self.max_num_batched_tokens // count
+        next_size = _next_accelerator_size if self.few_programs else _next_cpu_size
         sizes = [min(MIN_FEW_TOKENS, top)] if self.few_programs else list(range(1, min(8, top) + 1))
         while sizes[-1] < top:
             sizes.append(min(next_size(sizes[-1]), top))
         return tuple(count * size for size in sizes)
 
     def max_steps(self, bucket: int, limit: int) -> int:
-        """Return the maximum decode steps per dispatch for a bucket's program, at most `limit`."""
+        """Return the maximum decode steps per dispatch, up to `limit`, of a program with `bucket` tokens per step."""
         return max(1, min(limit, MAX_STEP_TOKENS // self.num_rows(bucket)))
 
     def shapes(self, max_steps: int = 1) -> tuple[StepShape, ...]:
@@ -169,27 +175,30 @@ class ScheduleConfig:
         tokens that drafts do not pay.
         """
         plain, sizes = list[StepShape](), self.buckets()
-        most = max(min(self.max_num_seqs, MULTI_STEP_ROWS) if self.few_programs else self.max_num_seqs, sizes[0])
+        max_rows = min(self.max_num_seqs, MULTI_STEP_ROWS) if self.few_programs else self.max_num_seqs
         for size in sizes:
-            num_rounds = self.max_steps(size, max_steps) if size <= most else 1
+            num_rounds = self.max_steps(size, max_steps) if size <= max(max_rows, sizes[0]) else 1
             if self.few_programs and num_rounds > 1:
                 plain.append(StepShape(size))
             plain.append(StepShape(size, num_rounds))
-        drafting = self._numbers_of_rows(min(self.max_num_seqs, SPECULATIVE_ROWS)) if self.max_drafts else ()
-        late = self._numbers_of_rows(self.max_num_seqs) if self.has_split_steps else ()
+        drafting = self._row_counts(min(self.max_num_seqs, SPECULATIVE_ROWS)) if self.max_drafts else ()
+        late = self._row_counts(self.max_num_seqs) if self.has_split_steps else ()
         return (
             *plain,
             *(StepShape(size, self.max_rounds(size, max_steps), has_drafts=True) for size in drafting),
             *(StepShape(size, samples_late=True) for size in late),
         )
 
-    def _numbers_of_rows(self, most: int) -> tuple[int, ...]:
-        """Return a few row counts up to `most`; a program also runs fewer rows than its count."""
-        count = self.num_data_shards
-        sizes = [count * (MIN_FEW_TOKENS if self.few_programs else 1)]
-        while sizes[-1] < most:
+    def _row_counts(self, max_rows: int) -> tuple[int, ...]:
+        """Return the row counts of programs for decoding rows, ascending; a program also runs fewer rows than that.
+
+        Args:
+            max_rows: last row count.
+        """
+        sizes = [self.num_data_shards * (MIN_FEW_TOKENS if self.few_programs else 1)]
+        while sizes[-1] < max_rows:
             sizes.append(sizes[-1] * (4 if self.few_programs else 2))
-        return tuple(min(size, most) for size in sizes)
+        return tuple(min(size, max_rows) for size in sizes)
 
     def max_rounds(self, bucket: int, max_steps: int) -> int:
         """Return the maximum rounds per dispatch for a speculative program, which yield up to `max_steps` tokens."""
@@ -203,13 +212,15 @@ class ScheduleConfig:
         return 2 + sum(1 + shape.samples_late for shape in self.shapes(max_steps))
 
 
-def _next_of_many(size: int) -> int:
+def _next_cpu_size(size: int) -> int:
+    """Return the bucket size after `size` on a CPU: at most a third larger, a multiple of 4, 16 or 64."""
     limit = (size + 1) * 4 // 3
     grain = 4 if limit < 64 else 16 if limit < 512 else 64
     return max(limit // grain * grain, size + 1)
 
 
-def _next_of_few(size: int) -> int:
+def _next_accelerator_size(size: int) -> int:
+    """Return the bucket size after `size` on an accelerator: four times as large, later 3/2 or 4/3 times."""
     if size < FREE_TOKENS:
         return 4 * size
     power = 1 << (size.bit_length() - 1)
@@ -227,7 +238,7 @@ def resolve_schedule(
     has_states: bool = False,
     pools: bool = False,
 ) -> ScheduleConfig:
-    """Resolve all defaults for a jax platform; ConfigError if the model does not support the options.
+    """Return the sizes for a model and jax platform, with all defaults resolved.
 
     Args:
         config: engine options.
@@ -238,6 +249,9 @@ def resolve_schedule(
         windows: sliding window per KV group.
         has_states: True if some layers are recurrent.
         pools: True if the model pools.
+
+    Raises:
+        ConfigError: the model does not support the options.
     """
     max_model_len = config.max_model_len or max_position
     if max_model_len > max_position:

@@ -67,6 +67,7 @@ class Rows:
 
     @property
     def _all(self) -> Iterator[Request]:
+        """Running requests, by shard and admission."""
         return (request for shard in self._shards for request in shard.ledger.running.values())
 
     @property
@@ -91,6 +92,7 @@ class Rows:
 
     @property
     def wants_logprobs(self) -> bool:
+        """True if any row requests log probabilities."""
         return any(request.params.logprobs is not None for request in self._all)
 
 
@@ -128,13 +130,14 @@ class Scheduler:
         self._last_updated_step_id = -1
 
     def _new_ledger(self, first_slot: int) -> Ledger:
+        """Return an empty ledger for a shard whose slots begin at `first_slot`."""
         sizes, transfers = self._shard_sizes, Transfers(self._tiers, self._move_keys)
         store = PageStore(sizes.num_pages, sizes.kv_groups, transfers)
         return Ledger(sizes, store, dict(self.policy.weights), first_slot)
 
     @property
     def view(self) -> ShardView:
-        """Interface for a balancer of several replicas with one shard each; replaced by `restart`."""
+        """Read-only answers for a balancer of several replicas with one shard each; replaced by `restart`."""
         return self.shards[0].view
 
     @property
@@ -159,7 +162,7 @@ class Scheduler:
 
     @property
     def num_deferred(self) -> int:
-        """Number of requests that wait for a prompt with a common prefix, not for slots or pages."""
+        """Number of waiting requests that are held back until a running prompt has computed their common prefix."""
         return self._balancer.num_deferred + sum(shard.starts.num_held for shard in self.shards)
 
     @property
@@ -245,7 +248,7 @@ class Scheduler:
             shard.reset_prefix_cache()
 
     def transferred(self, keys: Sequence[int], *, ok: bool) -> None:
-        """Note that page moves between tiers have ended; moves from before a restart are ignored.
+        """Make the pages usable whose moves between tiers have ended; moves from before a restart are ignored.
 
         Args:
             keys: keys of the moves.
@@ -255,11 +258,7 @@ class Scheduler:
             shard.transferred(keys, ok=ok)
 
     def restart(self) -> None:
-        """Return to the initial state after a failure: nothing is cached, and nothing is left of the step that broke
-        off.
-
-        All requests must have ended.
-        """
+        """Return to the initial state after a failure: forget all requests (which have ended), plans and pages."""
         for tier in self._tiers:
             tier.restart()
         for shard in self.shards:
@@ -284,10 +283,12 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, sampled: Sequence[list[int]]) -> list[Request]:
-        """Take the token ids that each row of `plan` has sampled, possibly fewer than planned.
+        """Append the token ids that a plan's rows have sampled to their requests, and return the requests that ended.
 
-        Returns the requests that they ended. Ids after a request's end are deleted from its list, as are all ids of a
-        request that had already ended.
+        Args:
+            plan: oldest plan that was not updated.
+            sampled: token ids per row, possibly fewer than planned. Ids after a request's end are deleted from its
+                list, as are all ids of a request that had already ended.
         """
         assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
         self._last_updated_step_id = plan.step_id
@@ -304,9 +305,9 @@ class Scheduler:
         return ended
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
-        """Append unsampled tokens to a request without samples in flight.
+        """Append tokens that no plan has sampled to a request without samples in flight; return the appended ones.
 
-        They are computed like prompt tokens. Returns the tokens up to one that ended the request.
+        They are computed like prompt tokens. The request may end at one of them; further ones are not appended.
         """
         request = self._requests[request_id]
         taken = self.shards[self._balancer.locate(request)].updates.extend(request, token_ids)
@@ -315,6 +316,7 @@ class Scheduler:
         return taken
 
     def _forget(self, request: Request) -> None:
+        """Remove a request that an update has ended from all collections."""
         del self._requests[request.request_id]
         self._balancer.finish(request)
 
@@ -323,8 +325,8 @@ class Scheduler:
         held = [*self._balancer.queued]
         for index, shard in enumerate(self.shards):
             shard.check_integrity()
-            own = [*shard.ledger.running.values(), *shard.ledger.waiting]
-            assert {request.request_id for request in own} == set(self._balancer.ids_on(index))
-            held += own
+            on_shard = [*shard.ledger.running.values(), *shard.ledger.waiting]
+            assert {request.request_id for request in on_shard} == set(self._balancer.ids_on(index))
+            held += on_shard
         assert self._requests == {request.request_id: request for request in held}
         self._balancer.check_integrity(self._requests)

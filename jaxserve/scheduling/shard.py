@@ -72,6 +72,7 @@ class Shard:
         self.ledger.enqueue(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
+        """End an unfinished request, waiting or running."""
         self.updates.end(request, reason)
         self.changes.note()
 
@@ -93,6 +94,7 @@ class Shard:
         self.changes.note(has_lost_cache=True)
 
     def transferred(self, keys: Iterable[int], *, ok: bool) -> None:
+        """Make the pages usable whose moves between tiers, by key, have ended; `ok` is False if content was lost."""
         self.ledger.store.transferred(keys, ok=ok)
         self.changes.note()
 

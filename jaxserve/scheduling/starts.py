@@ -31,7 +31,7 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Starts:
-    """Starts waiting requests.
+    """Planner that starts waiting requests.
 
     Args:
         policy: policy that limits starts and sizes chunks.
@@ -40,11 +40,16 @@ class Starts:
 
     def __init__(self, ledger: Ledger, policy: Policy, prompts: Prompts) -> None:
         self._ledger, self._policy, self._prompts = ledger, policy, prompts
-        # For each request looked at: the prompt that it waits for, and the number of their common tokens.
+        # By waiting request looked up before: the prompt that it waits for (or itself), and their common tokens.
         self._seen: dict[Request, tuple[Request, int]] = {}
 
     def start_waiting(self, plan: StepPlan, above: int | None) -> None:
-        """Start waiting requests in order; only classes above `above` unless it is None."""
+        """Start waiting requests in a plan, in order, as far as slots, pages and token budget last.
+
+        Args:
+            plan: plan to add to.
+            above: class below the ones that may start; None if all may.
+        """
         ledger = self._ledger
         if not ledger.waiting or not ledger.free_slots:
             return
@@ -58,7 +63,16 @@ class Starts:
             self._seen.pop(request, None)
 
     def _start_in_turn(self, order: Iterator[Request], plan: StepPlan, above: int | None) -> list[Request]:
-        """Start requests, which stay in the queue, until one cannot; return the started ones."""
+        """Start requests in order, skipping those that wait for unfinished prompts, until one does not fit.
+
+        Args:
+            order: waiting requests in order.
+            plan: plan to add to.
+            above: class below the ones that may start; None if all may.
+
+        Returns:
+            Started requests, which are still in the queue.
+        """
         ledger = self._ledger
         num_kept = self._prompts.num_pages_kept  # a newcomer that takes the last pages is soon preempted
         started: list[Request] = []
@@ -101,7 +115,12 @@ class Starts:
         return started
 
     def _lacks_pages_to_load(self, request: Request, num_kept: int) -> bool:
-        """Begin to load a request's prefix from lower tiers; return whether there are too few pages for it."""
+        """Begin to load a request's prefix if lower tiers have it; return True if too few pages are free for that.
+
+        Args:
+            request: waiting request.
+            num_kept: number of pages that must stay free.
+        """
         wanted = self._ledger.store.pages_below(request)
         return bool(wanted) and not self._ledger.store.load(request, wanted, num_kept)
 
@@ -121,10 +140,11 @@ class Starts:
         self._seen.pop(request, None)
 
     def check_integrity(self) -> None:
+        """Assert that only waiting requests are remembered."""
         assert self._seen.keys() <= set(self._ledger.waiting), "a request that left the queue is remembered"
 
     def _find_start(self, request: Request, max_left: int) -> list[int] | None:
-        """Return the cached pages of a request; None if it must wait for unfinished prompts.
+        """Return the pages of a request's cached prefix if it can start; None if it must wait for unfinished prompts.
 
         Args:
             request: waiting request.
@@ -174,11 +194,16 @@ class Starts:
         return None
 
     def _num_cached_tokens(self, pages: Sequence[int]) -> int:
+        """Return the number of tokens in the pages of a cached prefix."""
         return len(pages) // self._ledger.groups.size * self._ledger.page_size
 
     def _is_computing(self, other: Request, num_computed_tokens: int, request: Request) -> bool:
-        """Return whether `other` will compute the page that `request` needs next, so that `request` should wait and
-        share it.
+        """Return whether an unfinished prompt will compute the page that a waiting request needs next.
+
+        Args:
+            other: unfinished prompt.
+            num_computed_tokens: number of its tokens computed so far.
+            request: waiting request with the same tokens up to there, if its page hash is equal.
         """
         ledger = self._ledger
         if ledger.store.states is not None:  # states inside a prompt have no snapshots
@@ -192,13 +217,24 @@ class Starts:
 
     def _num_common_tokens(self, other: Request, request: Request) -> int:
         """Return the number of tokens in the shareable pages that two requests have in common."""
-        theirs, own = self._ledger.store.hashes(other), self._ledger.store.hashes(request)
-        stop = min(len(theirs), (request.num_known_tokens - 1) // self._ledger.page_size)
+        store, page_size = self._ledger.store, self._ledger.page_size
+        theirs, ours = store.hashes(other), store.hashes(request)
+        stop = min(len(theirs), (request.num_known_tokens - 1) // page_size)
         # A page's hash covers all earlier pages.
-        return self._ledger.page_size * bisect_left(range(stop), True, key=lambda index: own[index] != theirs[index])
+        return page_size * bisect_left(range(stop), True, key=lambda index: ours[index] != theirs[index])
 
     def _admit(self, request: Request, cached: list[int], num_kept: int, plan: StepPlan) -> bool:
-        """Start one request with its cached pages and a first chunk; False, without a change, if pages are short."""
+        """Start a waiting request with its cached pages, a copy of a partly filled page if one is cached, and a chunk.
+
+        Args:
+            request: waiting request.
+            cached: pages of its cached prefix.
+            num_kept: number of pages that must stay free.
+            plan: plan to add to.
+
+        Returns:
+            False, without a change, if too few pages are free.
+        """
         ledger = self._ledger
         if request.read_prefix_cache:
             copied = ledger.store.match_last(request, len(cached) // ledger.groups.size)
@@ -207,7 +243,15 @@ class Starts:
         return self._start(request, cached, [], num_kept, plan)
 
     def _start(self, request: Request, cached: list[int], copied: list[int], num_kept: int, plan: StepPlan) -> bool:
-        """Start a request; if `copied` has pages, copies of them follow the cached ones."""
+        """Start a waiting request with its cached pages and a first chunk; False, without a change, if pages are short.
+
+        Args:
+            request: waiting request.
+            cached: pages of its cached prefix.
+            copied: partly filled pages, one per KV group, of which it gets copies after the cached pages; or none.
+            num_kept: number of pages that must stay free.
+            plan: plan to add to.
+        """
         ledger = self._ledger
         start = num_last_tokens(request) if copied else self._num_cached_tokens(cached)
         num_tokens = self._policy.first_chunk(request.num_tokens - start, self._prompts.budget_left(plan))

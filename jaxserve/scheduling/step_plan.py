@@ -27,7 +27,7 @@ class StepShape(NamedTuple):
     samples_late: bool = False
 
     def holds(self, step: StepShape) -> bool:
-        """Return whether a program of this shape can run a step."""
+        """Return whether a program of this shape can run a step of shape `step`."""
         return self.num_tokens >= step.num_tokens and self.num_rounds >= step.num_rounds and self[2:] == step[2:]
 
     @property
@@ -139,8 +139,9 @@ class StepPlan:
         return self.num_rows + self.num_uneven_tokens
 
     def digest(self, previous: int) -> int:
-        """Return a checksum of all plans up to this one, given the `previous` checksum. Call it before the next plan is
-        made.
+        """Return a checksum of all plans up to this one, given the checksum up to the previous one.
+
+        Call it before the next plan is made, which may change the requests' pages.
         """
         pages = [page for request in self.admitted for page in request.pages]
         pages += [entry for request in self.grown for entry in (len(request.pages), *request.pages[-1:])]
@@ -153,7 +154,10 @@ class StepPlan:
 
 
 def wants_prompt_logprobs(request: Request, start: int) -> bool:
-    """Return whether a row computes requested prompt log probabilities. With several samples, only one request does."""
+    """Return whether a row that begins at position `start` computes prompt log probabilities that its request wants.
+
+    Only one of a user request's samples computes them.
+    """
     return (
         request.params.prompt_logprobs is not None
         and not request.read_prefix_cache

@@ -22,7 +22,7 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Updates:
-    """Changes to requests as their tokens become known.
+    """Updater of requests when their sampled tokens become known.
 
     Plans arrive in order, once each. A request may have been preempted or have ended since.
 
@@ -44,9 +44,9 @@ class Updates:
         """
         ended: list[Request] = []
         running = RequestStatus.RUNNING
-        for request, most, token_ids in zip(plan.requests, plan.max_new, sampled, strict=True):
+        for request, max_new, token_ids in zip(plan.requests, plan.max_new, sampled, strict=True):
             output = request.output_token_ids
-            if most == len(token_ids) == 1:
+            if max_new == len(token_ids) == 1:
                 token_id, is_quiet = token_ids[0], len(output) < request.quiet_outputs
                 if is_quiet and token_id not in request.stop_ids:  # nearly always: the fast path
                     output.append(token_id)
@@ -57,14 +57,15 @@ class Updates:
                     if request.status is not running:
                         ended.append(request)
                     continue
-            assert len(token_ids) <= most, f"a row that may sample {most} tokens cannot have sampled {len(token_ids)}"
+            num_sampled = len(token_ids)
+            assert num_sampled <= max_new, f"a row that may sample {max_new} tokens cannot have sampled {num_sampled}"
             if request.status is RequestStatus.FINISHED:
-                self.num_wasted_tokens += len(token_ids)
+                self.num_wasted_tokens += num_sampled
                 token_ids.clear()
                 continue
-            if most > len(token_ids):
-                self._take_back(request, most - len(token_ids))
-            if request.status is RequestStatus.BLOCKED and request.num_pending_tokens == len(token_ids):
+            if max_new > num_sampled:
+                self._take_back(request, max_new - num_sampled)
+            if request.status is RequestStatus.BLOCKED and request.num_pending_tokens == num_sampled:
                 request.status = RequestStatus.RUNNING
             del token_ids[self._append(request, token_ids) :]
             if request.status is RequestStatus.FINISHED:
@@ -104,7 +105,7 @@ class Updates:
         request.num_tokens_when_preempted = request.quiet_outputs = 0
 
     def _take_back(self, request: Request, num_tokens: int) -> None:
-        """Take back tokens that the device did not compute."""
+        """Subtract `num_tokens` planned tokens, which the device did not compute, from a request's computed tokens."""
         if request.status in RUNS:
             request.num_computed_tokens -= num_tokens
             request.quiet_until = 0
@@ -114,7 +115,7 @@ class Updates:
             self._ledger.count(request)
 
     def _append(self, request: Request, token_ids: Sequence[int]) -> int:
-        """Append tokens until one ends the request; return their number."""
+        """Append sampled tokens to a request's output until one ends it; return the number of appended tokens."""
         output = request.output_token_ids
         for num_taken, token_id in enumerate(token_ids, start=1):
             output.append(token_id)
@@ -126,13 +127,12 @@ class Updates:
         return len(token_ids)
 
     def _review(self, request: Request) -> None:
-        """Examine a request whose last token may end it or complete pages that are registered together."""
+        """Examine a request after a new token: register full pages if several are complete, set the output length at
+        which to look again, and end the request if the token does.
+        """
         output, num_prompt, page_size = request.output_token_ids, request.num_prompt_tokens, self._ledger.page_size
-        num_known, max_total, interval = (
-            num_prompt + len(output),
-            request.max_total_tokens,
-            self._ledger.store.blocks_at_once,
-        )
+        num_known, max_total = num_prompt + len(output), request.max_total_tokens
+        interval = self._ledger.store.blocks_at_once
         shift = request.slot % interval  # rows that started together take turns
         num_full = ((num_known - 1) // page_size + shift) // interval * interval - shift
         if num_full * page_size == num_known - 1 <= request.num_computed_tokens:
@@ -140,13 +140,8 @@ class Updates:
         if not request.waits_for_tokens:
             next_review = (num_full + interval) * page_size + 1
             request.quiet_outputs = (next_review if next_review < max_total else max_total) - num_prompt - 1
-        if output[-1] in request.stop_ids and _may_stop(request):
+        # The device masks stop ids for the first min_tokens tokens.
+        if output[-1] in request.stop_ids and len(output) > request.params.min_tokens:
             self.end(request, FinishReason.STOP)
         elif num_known == max_total:
             self.end(request, FinishReason.LENGTH)
-
-
-def _may_stop(request: Request) -> bool:
-    """Return whether the last token may end the request."""
-    # The device masks stop ids for the first min_tokens tokens.
-    return len(request.output_token_ids) > request.params.min_tokens

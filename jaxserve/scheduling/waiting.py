@@ -52,19 +52,29 @@ class _Tenant:
 
     @property
     def is_idle(self) -> bool:
+        """True without waiting and running requests."""
         return not self.queue and not self.charged
 
+    def charge(self, request: Request) -> int:
+        """Add a running request's uncharged output tokens to the counter; return their number.
+
+        It is negative if the request has fewer tokens than were charged, because the device did not compute them.
+        """
+        num_new = request.num_tokens - self.charged[request]
+        if num_new:
+            self.counter += OUTPUT_COST * num_new * self.cost
+            self.charged[request] += num_new
+        return num_new
+
     def settle(self) -> bool:
-        """Charge it for the output of its running requests; return whether there was any."""
+        """Charge the output of all running requests; return whether the counter changed."""
         before = self.counter
-        for request, num_charged in self.charged.items():
-            if num_new := request.num_tokens - num_charged:
-                self.counter += OUTPUT_COST * num_new * self.cost
-                self.charged[request] = num_charged + num_new
+        for request in self.charged:
+            self.charge(request)
         return self.counter != before
 
 
-_Entry = tuple[float, int, int, _Tenant]  # counter, first arrival, serial
+_Entry = tuple[float, int, int, _Tenant]  # heap entry: counter, first arrival, serial number, tenant
 
 
 class _Class:
@@ -86,7 +96,7 @@ class _Class:
         self._last: _Tenant | None = None  # the tenant that left the queue last
 
     def enter(self, name: str, cost: float) -> _Tenant:
-        """Return the tenant of an arriving request."""
+        """Return the tenant of an arriving request, created with `cost` if necessary, and count it as active."""
         tenant = self.tenants.get(name)
         if tenant is None:
             tenant = self.tenants[name] = _Tenant(cost)
@@ -96,7 +106,9 @@ class _Class:
         return tenant
 
     def leave(self, name: str, tenant: _Tenant) -> None:
-        """Note that a tenant's request has ended."""
+        """If a tenant has no requests any more, count it as idle, and forget the tenant that is idle the longest if
+        there are too many.
+        """
         if tenant.is_idle:
             self.num_active -= 1
             self._idle[name] = None
@@ -105,7 +117,11 @@ class _Class:
                 del self.tenants[oldest]
 
     def lift(self, tenant: _Tenant) -> None:
-        """Raise the counter of a tenant that had nothing waiting, to remove the credit of that time."""
+        """Raise the counter of a tenant without waiting requests to the smallest counter among waiting tenants.
+
+        This removes the credit of the time in which it asked for nothing. If no tenant waits, the counter is raised to
+        that of the tenant that left the queue last.
+        """
         if self.num_active > 1:
             tenant.settle()
         while (top := self._top()) is not None and top[3].settle():  # another one may be the first now
@@ -125,7 +141,7 @@ class _Class:
         heapq.heappush(self._heap, (tenant.counter, first.arrival, tenant.serial, tenant))
 
     def left_queue(self, tenant: _Tenant) -> None:
-        """Note that a tenant has no waiting requests any more."""
+        """Take a tenant, whose last waiting request was removed, out of the heap and the count of queued tenants."""
         tenant.serial = -1
         self.num_queued -= 1
         self._last = tenant
@@ -239,10 +255,11 @@ class WaitingQueue:
 
     @property
     def num_classes(self) -> int:
+        """Number of classes with waiting or running requests."""
         return len(self._priorities)
 
     def num_ahead(self, priority: int) -> int:
-        """Return the number of waiting requests in a class and above."""
+        """Return the number of waiting requests in this class and higher ones."""
         return sum(self._classes[each].num_waiting for each in self._priorities if each <= priority)
 
     # Requests
@@ -262,6 +279,7 @@ class WaitingQueue:
         group.push(tenant)  # its first request has changed
 
     def remove(self, request: Request) -> None:
+        """Remove a waiting request, which starts or ends."""
         group = self._classes[request.priority]
         tenant = group.tenants[request.tenant]
         del tenant.queue[request.request_id]
@@ -272,6 +290,7 @@ class WaitingQueue:
         self._leave(request, group, tenant)
 
     def _enter(self, request: Request) -> tuple[_Class, _Tenant]:
+        """Return a request's class and tenant, created if necessary."""
         group = self._classes.get(request.priority)
         if group is None:
             group = self._classes[request.priority] = _Class()
@@ -279,6 +298,7 @@ class WaitingQueue:
         return group, group.enter(request.tenant, 1 / self._weights.get(request.tenant, 1.0))
 
     def _insert(self, request: Request, group: _Class, tenant: _Tenant) -> None:
+        """Append a request to its tenant's queue, and count it."""
         tenant.queue[request.request_id] = request
         self._num_waiting += 1
         group.num_waiting += 1
@@ -287,6 +307,7 @@ class WaitingQueue:
             group.push(tenant)
 
     def _leave(self, request: Request, group: _Class, tenant: _Tenant) -> None:
+        """Update the counts after a tenant's request was removed or stopped; delete a class without active tenants."""
         group.leave(request.tenant, tenant)
         if not group.num_active:  # no tenant has any claim left
             del self._classes[request.priority]
@@ -295,7 +316,7 @@ class WaitingQueue:
     # Service
 
     def started(self, request: Request, num_cached_tokens: int) -> None:
-        """Charge a request's tenant for the prompt; the request runs, and is about to leave the queue."""
+        """Charge a request's tenant for the prompt, except cached tokens, while the request is still queued."""
         tenant = self._classes[request.priority].tenants[request.tenant]
         num_tokens = request.num_tokens
         if not request.num_preemptions:
@@ -312,7 +333,12 @@ class WaitingQueue:
         self._leave(request, group, tenant)
 
     def take_back(self, request: Request, num_cached_tokens: int) -> None:
-        """Return a request to the head of its tenant's queue; one that never ran costs nothing."""
+        """Return a started request to the head of its tenant's queue; refund the prompt if it never ran.
+
+        Args:
+            request: request that a target did not run.
+            num_cached_tokens: the number passed to `started`.
+        """
         self.put_back(request)
         self.stopped(request)
         if not request.num_preemptions:
@@ -322,7 +348,7 @@ class WaitingQueue:
             group.push(tenant)
 
     def settle(self) -> None:
-        """Charge tenants for the output of running requests, if that decides who comes first."""
+        """Charge tenants for the output of running requests, in classes where several tenants wait."""
         classes = self._classes
         if self._num_waiting < 2 or all(group.num_queued < 2 for group in classes.values()):
             return
@@ -332,12 +358,9 @@ class WaitingQueue:
                 self._charge(request, group.tenants[request.tenant])
 
     def _charge(self, request: Request, tenant: _Tenant) -> None:
-        num_new = request.num_tokens - tenant.charged[request]
-        if num_new:
-            tenant.counter += OUTPUT_COST * num_new * tenant.cost
-            tenant.charged[request] += num_new
-            if num_new < 0 and tenant.queue:  # its heap entry would reach the top too late
-                self._classes[request.priority].push(tenant)
+        """Charge a running request's output to its tenant, and correct the tenant's heap entry if that gave credit."""
+        if tenant.charge(request) < 0 and tenant.queue:  # its entry would reach the top too late
+            self._classes[request.priority].push(tenant)
 
     def check_integrity(self) -> None:
         """Assert that counts and heaps match the requests."""

@@ -10,7 +10,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.request import FinishReason, RequestStatus
 from jaxserve.scheduling.router import Start
-from jaxserve.scheduling.schedule_config import resolve_schedule
+from jaxserve.scheduling.schedule_config import ScheduleConfig, resolve_schedule
 from jaxserve.scheduling.step_plan import StepPlan
 
 
@@ -60,7 +60,7 @@ def test_short_prompts_start_beside_a_long_one():
 
 @pytest.mark.parametrize(("threshold", "chunk"), [(0, 1024), (300, 300)])
 def test_a_step_that_rows_in_decode_wait_for_has_no_more_of_a_long_prompt_than_a_chunk(threshold, chunk):
-    policy = Policy.from_options(2048, long_prefill_token_threshold=threshold)
+    policy = ScheduleConfig(1, 2048, 1, 1, 1, long_prefill_token_threshold=threshold).policy
     steps = Steps(long_threshold=policy.long_threshold, long_chunk=policy.long_chunk)
     steps.add(make_request("row", [1], 6)).step()
     steps.add(make_request("long", prompt(0, 20_000), 1))

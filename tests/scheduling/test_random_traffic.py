@@ -12,8 +12,8 @@ from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, make_sche
 from jaxserve.errors import RequestError
 from jaxserve.scheduling.decode import may_sample_late
 from jaxserve.scheduling.kv_cache.groups import RELEASED
-from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.request import FinishReason, RequestStatus
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from tests.parameters import seeds
 from tests.random_runs import examples
 
@@ -65,7 +65,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget = max_num_seqs + more_budget
         policy_numbers["reserved_prefill_tokens"] = max(1, min(policy_numbers["reserved_prefill_tokens"], budget // 2))
         policy_numbers["max_long"] = min(policy_numbers["max_long"], policy_numbers["max_unfinished"])
-        self.policy = dataclasses.replace(Policy.from_options(budget), **policy_numbers)
+        default = ScheduleConfig(max_num_seqs, budget, page_size, page_size, num_pages).policy
+        self.policy = dataclasses.replace(default, **policy_numbers)
         sizes = (max_num_seqs, budget, page_size, num_pages * len(windows))
         if num_snapshots is not None:  # states cannot go back
             max_drafts = num_spare_tokens = 0
