@@ -50,10 +50,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LINE_FIELDS = {
-    **each(ANY, "custom_id", "url", "body"),
-    "method": needed(BodyField(one_of(("POST",), words='"POST"'))),
-}
+_LINE_FIELDS = {**each(ANY, "custom_id", "url", "body"), "method": needed(BodyField(one_of(("POST",), words='"POST"')))}
 _DUPLICATE = "duplicate_custom_id"  # error code
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.openai import messages, responses
 from jaxserve.openai.context import BodyContext
@@ -24,7 +24,7 @@ from jaxserve.openai.format import (
 from jaxserve.openai.message_replies import MessageReply, message_error_body
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES, message_to_chat
 from jaxserve.openai.pooling import TASKS, PoolingReply, parse_pooling
-from jaxserve.openai.replies import Reply
+from jaxserve.openai.replies import AnyReply, Reply
 from jaxserve.openai.response_replies import ResponseReply
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES, response_to_chat
 from jaxserve.openai.scoring import SCORING_PATHS, ScoringReply, parse_scoring
@@ -32,9 +32,7 @@ from jaxserve.openai.translation import Translation, naming
 from jaxserve.text.messages import content_text
 
 if TYPE_CHECKING:
-    from jaxserve.api.outputs import RequestOutput
     from jaxserve.api.pooling_params import Pooler
-    from jaxserve.api.stream_events import Increment
     from jaxserve.errors import RequestError
     from jaxserve.text.tokenizer import Tokenizer
 
@@ -43,39 +41,16 @@ INVOCATIONS = "/invocations"  # path of all SageMaker requests
 ANTHROPIC_OVERLOADED = 529  # Anthropic's status under load, known to its clients
 
 
-@runtime_checkable
-class AnyReply(Protocol):
-    """Reply to one request, whole or streamed."""
-
-    def body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply."""
-
-    def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply, with iterators for long lists."""
-
-    def first_events(self) -> Iterator[bytes]:
-        """Yield the events before any output."""
-
-    def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
-        """Yield the events for new increments."""
-
-    def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
-        """Yield the events that end a stream."""
-
-    def error_events(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the events that end a failed stream."""
-
-
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Form of one path's requests and replies.
+    """Protocol of one HTTP path: functions that read its requests and write its replies.
 
     Attributes:
-        url: endpoint as which `parse_body` reads requests, COMPLETIONS or CHAT.
+        url: path whose fields `parse` expects in a body, after `translate`.
         prefix: prefix of the engine's request ids.
-        translate: function from a body to its chat; None if bodies need no translation.
+        translate: function from a body to the body of an equivalent chat; None if `parse` reads bodies as they are.
         names: field names in requests by their names in chats, if they differ.
-        reply: function from the reply in OpenAI's form and the request's body to the path's reply.
+        reply: function from OpenAI's reply to the request, and the request's body, to the path's reply.
     """
 
     url: str
@@ -87,13 +62,13 @@ class Interface:
     def read(
         self, body: Json, parse: Callable[[str, Json], ParsedRequest], max_model_len: int | None = None
     ) -> ParsedRequest:
-        """Return the request in a body.
+        """Translate and parse a request body of this path.
 
         Args:
-            body: the body, of this interface.
-            parse: `parse_body` with all arguments but the endpoint and the body.
-            max_model_len: maximum number of tokens in prompt and output, for requests that allow leaving out old
-                turns; None to leave none out.
+            body: JSON object that the client has sent.
+            parse: function `parse` with all arguments except the path and the body.
+            max_model_len: maximum number of tokens in prompt and output; requests with `truncation: "auto"` lose their
+                oldest turns to fit. None to drop no turns.
 
         Raises:
             RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -102,19 +77,18 @@ class Interface:
             return parse(self.url, body)
         translation = self.translate(body)
         with self.naming():
+            parse_chat = partial(_parse_chat, parse=partial(parse, self.url))
             if translation.drops_turns and max_model_len is not None:
-                request = _fitting(
-                    translation.chat, lambda chat: _in_order(chat, partial(parse, self.url)), max_model_len
-                )
+                request = _parse_newest_turns(translation.chat, parse_chat, max_model_len)
             else:
-                request = _in_order(translation.chat, partial(parse, self.url))
+                request = parse_chat(translation.chat)
         names = {**self.names, **translation.names}
         own = {names.get(name, name) for name in request.ignored}
         return replace(request, ignored=tuple(sorted(own | translation.ignored)))
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Add the field to errors, under its name in requests."""
+        """Make request errors inside the context name the wrong body field, under this path's name for it."""
         with naming(self.names), naming_fields(self.url):
             yield
 
@@ -128,15 +102,28 @@ class Interface:
         created_s: int,
         fingerprint: str | None = None,
     ) -> AnyReply:
-        """Return a new reply to a request."""
+        """Return the object that writes a request's reply, whole or streamed.
+
+        Args:
+            request: parsed request.
+            body: body from which it was parsed; some replies repeat its fields.
+            tokenizer: the model's tokenizer; None if requests have token ids.
+            response_id: unique name, without the path's prefix.
+            created_s: arrival time, in seconds since 1970.
+            fingerprint: name of the engine's configuration, from `system_fingerprint`.
+        """
         reply = Reply(request, tokenizer, response_id=response_id, created_s=created_s, fingerprint=fingerprint)
         return self.reply(reply, body)
 
 
-def _in_order(chat: Json, parse: Callable[[Json], ParsedRequest]) -> ParsedRequest:
-    """Return a chat's request, with all instructions at the beginning if its template wants them there.
+def _parse_chat(chat: Json, parse: Callable[[Json], ParsedRequest]) -> ParsedRequest:
+    """Parse a chat; if its template refuses system messages between turns, join them into one at the beginning.
 
-    Agents send instructions between turns, which some templates refuse.
+    Agents send such instructions.
+
+    Args:
+        chat: body of the chat.
+        parse: function from a chat's body to its request.
     """
     try:
         return parse(chat)
@@ -150,37 +137,42 @@ def _in_order(chat: Json, parse: Callable[[Json], ParsedRequest]) -> ParsedReque
         return parse(chat | {"messages": [first, *(m for m in messages if m["role"] != "system")]})
 
 
-def _fitting(chat: Json, parse: Callable[[Json], ParsedRequest], max_model_len: int) -> ParsedRequest:
-    """Return a chat's request, without its oldest turns if the output would not fit otherwise.
+def _parse_newest_turns(chat: Json, parse: Callable[[Json], ParsedRequest], max_model_len: int) -> ParsedRequest:
+    """Parse a chat without the minimum number of oldest turns that makes prompt and output fit in `max_model_len`.
 
-    Instructions at the beginning stay, and so does the last turn, however long it is.
+    System messages at the beginning stay, and so does the last turn, however long it is.
+
+    Args:
+        chat: body of the chat.
+        parse: function from a chat's body to its request.
+        max_model_len: maximum number of tokens in prompt and output.
     """
     messages, wanted = chat["messages"], chat.get("max_tokens")
     num_output = wanted if isinstance(wanted, int) and 0 < wanted < max_model_len else 1
     head = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     starts = [head, *(i for i, message in enumerate(messages) if i > head and message["role"] == "user")]
-    fitting: dict[int, ParsedRequest] = {}
 
-    def is_too_long(start: int) -> bool:
+    @cache
+    def parse_from(start: int) -> ParsedRequest:
+        return parse(chat | {"messages": messages[:head] + messages[start:]})
+
+    def fits(start: int) -> bool:
         try:
-            request = parse(chat | {"messages": messages[:head] + messages[start:]})
+            (prompt,) = parse_from(start).prompts
         except BadRequestError as error:
             if error.too_long is None:
                 raise
-            return True
-        (prompt,) = request.prompts
-        fitting[start] = request
-        return len(prompt) + num_output > max_model_len
+            return False
+        return len(prompt) + num_output <= max_model_len
 
-    if is_too_long(starts[0]):
-        first = bisect.bisect_left(starts, True, lo=min(1, len(starts) - 1), key=lambda start: not is_too_long(start))
-        start = starts[min(first, len(starts) - 1)]
-        return fitting[start] if start in fitting else parse(chat | {"messages": messages[:head] + messages[start:]})
-    return fitting[starts[0]]
+    if fits(starts[0]):
+        return parse_from(starts[0])
+    first = bisect.bisect_left(starts[:-1], True, lo=min(1, len(starts) - 1), key=fits)
+    return parse_from(starts[first])
 
 
 def parse(url: str, body: object, context: BodyContext) -> ParsedRequest:
-    """Return the request in a body that has OpenAI's or vLLM's form.
+    """Parse a body of one of OpenAI's or vLLM's paths, `url`, for the model in `context`.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -205,7 +197,7 @@ INTERFACES = {
 
 
 def invoked_path(path: str, body: Json, pooler: Pooler | None) -> str:
-    """Return the path of a request; at /invocations the path that fits its fields.
+    """Return the path that serves a request: `path`, or the one that the body's fields suggest for /invocations.
 
     Args:
         path: path of the HTTP request.
@@ -222,12 +214,12 @@ def invoked_path(path: str, body: Json, pooler: Pooler | None) -> str:
 
 
 def error_status_at(path: str, error: BadRequestError) -> int:
-    """Return the HTTP status for an error at a path."""
+    """Return the HTTP status that clients of a path expect for an error."""
     is_overload = path.startswith(MESSAGES) and error.status_code == 503
     return ANTHROPIC_OVERLOADED if is_overload else error.status_code
 
 
 def error_body_at(path: str, error: RequestError) -> Json:
-    """Return the reply body for an error at a path, whether or not the path exists."""
+    """Return the JSON body for an error in the format of a path, which need not exist: Anthropic's or OpenAI's."""
     form = message_error_body if path.startswith(MESSAGES) else error_body
     return form(error)

@@ -1,6 +1,6 @@
-"""Replies and errors for Anthropic's /v1/messages, whole or streamed, from message deltas.
+"""Replies and errors for Anthropic's /v1/messages, whole or streamed, built from message deltas.
 
-A whole reply has the blocks that a stream with one increment builds.
+A whole reply has the content blocks that a stream with one increment builds.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from jaxserve.api.stream_events import Increment, OutputReader
 from jaxserve.openai.errors import as_bad_request, shown_message
 from jaxserve.openai.message_deltas import Content, MessageDelta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.partial_json import read_partial_json
+from jaxserve.openai.replies import AnyReply
 
 if TYPE_CHECKING:
     from jaxserve.api.outputs import RequestOutput
@@ -35,11 +36,11 @@ _ERRORS = {
 }
 
 
-class MessageReply:
-    """Reply to one request for a message.
+class MessageReply(AnyReply):
+    """Reply to one request to /v1/messages.
 
     Args:
-        chat: the chat's reply, which has message deltas and token counts.
+        chat: OpenAI's reply to the same request, which has message deltas and token counts.
     """
 
     def __init__(self, chat: Reply, _body: Json) -> None:
@@ -58,29 +59,13 @@ class MessageReply:
         self._end: Json = {}
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply; the output has ended."""
         for increment in OutputReader(outputs[0]).read():
             for _ in self._changes(increment):
                 pass
         return self._message | {"content": self._blocks.blocks} | self._end | {"usage": self._usage(outputs)}
 
-    def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply, as it is one message."""
-        return self.body(outputs)
-
-    def first_events(self) -> Iterator[bytes]:
-        """Yield the events before any output: none, as the number of cached tokens is not known yet."""
-        yield from ()
-
     def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
-        """Yield the server-sent events for new increments.
-
-        Args:
-            number: index of the only prompt.
-            output: its output.
-            increments: its increments.
-        """
-        if not self._is_begun:
+        if not self._is_begun:  # not in `first_events`, when the number of cached tokens is not known yet
             self._is_begun = True
             usage = self._usage([output]) | {"output_tokens": 0}
             yield _event({"type": "message_start", "message": self._message | {"usage": usage}})
@@ -89,15 +74,14 @@ class MessageReply:
             yield from map(_event, self._changes(increment))
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
-        """Yield the events that end a stream."""
         yield _event({"type": "message_delta", "delta": self._end, "usage": self._usage(outputs)})
         yield _event({"type": "message_stop"})
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the events that end a failed stream."""
         yield _event(message_error_body(error))
 
     def _changes(self, increment: Increment) -> Iterator[Json]:
+        """Add an increment to the message; yield the content of each event for it."""
         reader = self._chat.reader(0)
         for delta in self._chat.read(0, increment):
             yield from self._blocks.add(delta)
@@ -115,7 +99,7 @@ class MessageReply:
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return token counts under Anthropic's names; cached tokens are no input tokens there."""
+        """Return Anthropic's `usage` object for outputs; its input tokens exclude cached tokens."""
         usage = self._chat.usage(outputs)
         cached, details = usage["prompt_tokens_details"]["cached_tokens"], usage.get("completion_tokens_details", {})
         counts = {
@@ -130,10 +114,10 @@ class MessageReply:
 
 
 class _Blocks:
-    """Builder for a message's content blocks.
+    """Builder for a message's content blocks, each with the events that announce it.
 
     Attributes:
-        blocks: the blocks so far.
+        blocks: content blocks so far, in Anthropic's format; the last one is incomplete until `close`.
     """
 
     def __init__(self) -> None:
@@ -144,69 +128,66 @@ class _Blocks:
 
     @property
     def has_calls(self) -> bool:
-        """True if there are tool calls, all with JSON objects as arguments: nothing else can be an input."""
+        """True if there are tool calls, and all arguments are JSON objects: nothing else can be an `input`."""
         return any(block["type"] == "tool_use" for block in self.blocks) and not self._has_invalid_input
 
     def add(self, delta: MessageDelta) -> Iterator[Json]:
-        """Yield a delta's events."""
+        """Append a delta to the open block, or to a new one; yield the content of each event for it."""
         match delta:
             case ToolCall(_, call_id, name):
-                yield from self.close()
-                yield self._open("tool_use", {"id": call_id, "name": name, "input": {}})
+                yield from self._open("tool_use", {"id": call_id, "name": name, "input": {}})
                 return
             case ToolArguments(_, text):
                 if text:
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
             case Content(text):
-                yield from self._text("text", text)
+                if self._kind != "text":
+                    yield from self._open("text", {"text": ""})
+                yield self._delta({"type": "text_delta", "text": text})
             case Reasoning(text):
-                yield from self._text("thinking", text, signature="")
+                if self._kind != "thinking":
+                    yield from self._open("thinking", {"thinking": "", "signature": ""})
+                yield self._delta({"type": "thinking_delta", "thinking": text})
         self._texts.append(text)
 
     def close(self) -> Iterator[Json]:
-        """Yield the event that ends the open block, if there is one."""
+        """Complete the open block, if there is one; yield the content of its last event."""
         if not self._kind:
             return
         block, text = self.blocks[-1], "".join(self._texts)
         if self._kind == "tool_use":
-            block["input"], is_valid = _input(text)
+            block["input"], is_valid = _read_input(text)
             self._has_invalid_input |= not is_valid
         else:
             block[self._kind] = text  # the field has the type's name
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
         self._kind, self._texts = "", []
 
-    def _text(self, kind: str, text: str, **fields: str) -> Iterator[Json]:
-        if self._kind != kind:
-            yield from self.close()
-            yield self._open(kind, {kind: "", **fields})
-        yield self._delta({"type": f"{kind}_delta", kind: text})
-
-    def _open(self, kind: str, fields: Json) -> Json:
+    def _open(self, kind: str, fields: Json) -> Iterator[Json]:
+        """Close the open block, and begin one of the type `kind` with these fields; yield the content of each event."""
+        yield from self.close()
         self.blocks.append({"type": kind} | fields)
         self._kind = kind
-        return {
-            "type": "content_block_start",
-            "index": len(self.blocks) - 1,
-            "content_block": dict(self.blocks[-1]),
-        }
+        yield {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(self.blocks[-1])}
 
     def _delta(self, delta: Json) -> Json:
+        """Return the content of the event for more text in the open block."""
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
 
-def _input(text: str) -> tuple[Json, bool]:
-    """Return a tool call's input, and whether it is complete: the arguments may have been cut off."""
+def _read_input(arguments: str) -> tuple[Json, bool]:
+    """Return a tool call's JSON arguments as an object, and whether they are complete: they may have been cut off."""
     with suppress(ValueError):
-        if isinstance(value := json.loads(text), dict):
+        if isinstance(value := json.loads(arguments), dict):
             return value, True
     with suppress(ValueError):
-        if isinstance(value := read_partial_json(text), dict):
+        if isinstance(value := read_partial_json(arguments), dict):
             return value, False
     return {}, False
 
 
 def _event(content: Json) -> bytes:
+    """Encode a server-sent event, whose type is in its content."""
     if content["type"] == "content_block_delta" and content["delta"]["type"] == "text_delta":  # nearly always
         return (
             f'event: content_block_delta\ndata: {{"type": "content_block_delta", "index": {content["index"]}, '
@@ -216,10 +197,11 @@ def _event(content: Json) -> bytes:
 
 
 def message_error_body(error: RequestError) -> Json:
-    """Return Anthropic's error object."""
+    """Return an error as Anthropic's JSON object."""
     known = as_bad_request(error)
     if known.too_long is not None:  # Anthropic's clients look for these words
-        num_tokens, most = known.too_long
-        known = replace(known, message=f"prompt is too long: {num_tokens} tokens > {most} maximum. {known.message}")
+        num_tokens, max_tokens = known.too_long
+        message = f"prompt is too long: {num_tokens} tokens > {max_tokens} maximum. {known.message}"
+        known = replace(known, message=message)
     kind = _ERRORS.get(known.status_code, "invalid_request_error" if known.status_code < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": shown_message(known)}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,13 +22,12 @@ from jaxserve.openai.format import (
     read_fields,
 )
 from jaxserve.openai.prompts import Prompt, read_prompts
+from jaxserve.openai.replies import AnyReply
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from jaxserve.api.outputs import RequestOutput
-    from jaxserve.api.stream_events import Increment
-    from jaxserve.errors import RequestError
     from jaxserve.openai.errors import Json
     from jaxserve.openai.replies import Reply
 
@@ -36,7 +35,7 @@ TASKS = {EMBEDDINGS: EMBED, POOLING: None, CLASSIFICATION: CLASSIFY}  # tasks by
 
 
 def parse_pooling(url: str, body: object, context: BodyContext) -> ParsedRequest:
-    """Convert the body of a request for vectors to prompts and parameters.
+    """Parse the body of an embedding, pooling or classification request; `url` is its path.
 
     Raises:
         BadRequestError: the body cannot be served.
@@ -57,7 +56,7 @@ def parse_pooling(url: str, body: object, context: BodyContext) -> ParsedRequest
 
 
 def _prompts(given: Json, context: BodyContext) -> list[Prompt]:
-    """Return a body's prompts: its input, or a chat."""
+    """Return the prompts in a body's field `input`, or the rendered chat in `messages`."""
     if "messages" not in given:
         if unread := sorted(given.keys() & PROMPT_FIELDS.keys() - {"add_special_tokens"}):
             raise BadRequestError(f"{unread[0]} needs messages, and the body has input", unread[0])
@@ -67,27 +66,11 @@ def _prompts(given: Json, context: BodyContext) -> list[Prompt]:
     return [read_prompt(given, context, adds_header=False).token_ids]
 
 
-class WholeReply:
-    """Reply without a stream."""
-
-    def first_events(self) -> Iterator[bytes]:
-        return iter(())
-
-    def events(self, _number: int, _output: RequestOutput, _increments: Iterable[Increment]) -> Iterator[bytes]:
-        return iter(())
-
-    def last_events(self, _outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
-        return iter(())
-
-    def error_events(self, _error: RequestError) -> Iterator[bytes]:
-        return iter(())
-
-
-class PoolingReply(WholeReply):
-    """Reply to one request for vectors.
+class PoolingReply(AnyReply):
+    """Reply to one request for vectors or class probabilities.
 
     Args:
-        reply: the same in OpenAI's form, which has the request and its name.
+        reply: OpenAI's reply to the request, which has its name and parameters.
     """
 
     def __init__(self, reply: Reply, _body: Json) -> None:
@@ -97,12 +80,10 @@ class PoolingReply(WholeReply):
         self._head = {"id": name, "object": "list", "created": reply.created_s, "model": reply.request.model}
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply."""
         body = self.lazy_body(outputs)
         return body | {"data": list(body["data"])}
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply with an iterator for the list of vectors."""
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         data = (self._entry(index, vector_of(output)) for index, output in enumerate(outputs))
         usage: Json = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -111,6 +92,7 @@ class PoolingReply(WholeReply):
         return {**self._head, "data": data, "usage": usage}
 
     def _entry(self, index: int, vector: NDArray[np.float32]) -> Json:
+        """Return the `data` element for the prompt with this index: its vector, or its label with probabilities."""
         if self._request.url == CLASSIFICATION:
             label = self._request.labels[int(vector.argmax())] if self._request.labels else None
             return {"index": index, "label": label, "probs": vector.tolist(), "num_classes": len(vector)}
@@ -120,6 +102,6 @@ class PoolingReply(WholeReply):
 
 
 def vector_of(output: RequestOutput) -> NDArray[np.float32]:
-    """Return an ended request's vector."""
+    """Return the pooled vector, or the class probabilities, of an ended request."""
     assert output.pooled is not None, "a request of an engine that pools ends with its vector"
     return output.pooled

@@ -1,6 +1,6 @@
-"""Replies in OpenAI's form, whole or streamed.
+"""AnyReply, the interface of all replies, and Reply: OpenAI's replies for completions and chats, whole or streamed.
 
-Both are made from increments: a whole reply has one increment, which is everything. So however a stream is cut, its
+Both are built from increments: a whole reply has one increment with everything. So however a stream is cut, its
 parts add up to the whole reply.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from json.encoder import encode_basestring_ascii
@@ -32,8 +33,46 @@ if TYPE_CHECKING:
 DONE = b"data: [DONE]\n\n"
 
 
-class Reply:
-    """Reply to one request.
+class AnyReply(ABC):
+    """Reply to one HTTP request, whole or as server-sent events. Subclasses without a stream have only `body`."""
+
+    @abstractmethod
+    def body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply as a JSON object.
+
+        Args:
+            outputs: ended outputs, one for each prompt and in their order.
+        """
+
+    def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply with iterators in place of long lists, so that these never exist as a whole."""
+        return self.body(outputs)
+
+    def first_events(self) -> Iterator[bytes]:
+        """Yield the encoded events that begin a stream, before any output."""
+        yield from ()
+
+    def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
+        """Yield the encoded events for new parts of an output.
+
+        Args:
+            number: index of the prompt.
+            output: output of that prompt so far.
+            increments: its parts that have not been sent.
+        """
+        yield from ()
+
+    def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield the encoded events that end a stream after all `outputs` have ended."""
+        yield from ()
+
+    def error_events(self, error: RequestError) -> Iterator[bytes]:
+        """Yield the encoded events that end a failed stream."""
+        yield from ()
+
+
+class Reply(AnyReply):
+    """OpenAI's reply to one completion or chat request; other interfaces' replies are made from its parts.
 
     Args:
         request: the request.
@@ -84,19 +123,19 @@ class Reply:
         self._is_plain = not (request.return_token_ids or request.continuous_usage or request.echo)
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply; `outputs`, one for each prompt and in their order, have ended."""
-        choices = list(self._choices(outputs))
-        return self._head | {"choices": choices, "usage": self.usage(outputs)} | self._extensions(outputs)
+        return self._whole(list(self._choices(outputs)), outputs)
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply with iterators for its long lists, so that they never exist as a whole."""
         self._listed = iter
-        choices: Iterable[Json] = self._choices(outputs)
-        if self.request.is_chat:  # the usage counts their reasoning
-            choices = list(choices)
+        choices = self._choices(outputs)
+        return self._whole(list(choices) if self.request.is_chat else choices, outputs)
+
+    def _whole(self, choices: Iterable[Json], outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply around its `choices`, which a chat's usage has counted."""
         return self._head | {"choices": choices, "usage": self.usage(outputs)} | self._extensions(outputs)
 
     def _choices(self, outputs: Sequence[RequestOutput]) -> Iterator[Json]:
+        """Yield the `choices` of a whole reply: one for each completion of each output."""
         for number, output in enumerate(outputs):
             for increment in OutputReader(output).read():
                 choice = self._choice(number, output, increment)
@@ -112,7 +151,7 @@ class Reply:
                 yield choice
 
     def _extensions(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the fields that vLLM's whole replies have too."""
+        """Return the further fields of vLLM's whole replies: metrics, and a chat's prompt with log probabilities."""
         fields: Json = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params"))
         fields["metrics"] = _metrics(self.request, outputs)
         if self.request.is_chat:
@@ -121,19 +160,19 @@ class Reply:
         return fields
 
     def usage(self, outputs: Iterable[RequestOutput]) -> Json:
-        """Return the token counts so far."""
+        """Return OpenAI's `usage` object: numbers of prompt, cached, generated and reasoning tokens in `outputs`."""
         prompt_tokens = completion_tokens = cached_tokens = 0
         for output in outputs:
             prompt_tokens += len(output.prompt_token_ids)
             cached_tokens += output.num_cached_tokens
             if self.request.has_output:
                 completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        num_reasoning_tokens = sum(counter.count for counter in self._reasoning_counters.values())
-        return self._counts(prompt_tokens, completion_tokens, cached_tokens, num_reasoning_tokens)
+        return self._usage(prompt_tokens, completion_tokens, cached_tokens, self._reasoning_counters.values())
 
-    def _counts(
-        self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, num_reasoning_tokens: int
+    def _usage(
+        self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, counters: Iterable[ReasoningTokens]
     ) -> Json:
+        """Return OpenAI's `usage` object with these numbers of tokens; `counters` have counted the reasoning."""
         counts: Json = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -141,25 +180,13 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
         if self.request.is_chat:
-            counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+            counts["completion_tokens_details"] = {"reasoning_tokens": sum(counter.count for counter in counters)}
         return counts
 
-    def first_events(self) -> Iterator[bytes]:
-        """Yield the events before any output: none."""
-        yield from ()
-
     def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
-        """Yield the server-sent events for new increments.
-
-        Args:
-            number: index of the prompt.
-            output: output of that prompt.
-            increments: its increments.
-        """
-        request, is_plain = self.request, self._is_plain
+        request, is_chat, is_plain = self.request, self.request.is_chat, self._is_plain
         for increment in increments:
             index = self._index(number, increment)
-            is_chat = request.is_chat
             if is_chat and index not in self._begun:
                 self._begun.add(index)
                 top = _prompt_fields(request, output)
@@ -186,7 +213,7 @@ class Reply:
             yield self._event(index, choice, output)
 
     def read(self, index: int, increment: Increment) -> list[MessageDelta]:
-        """Return an increment's message deltas."""
+        """Return a chat increment's message deltas, and count its reasoning tokens; `index` is its choice."""
         deltas, tokenizer, form = self.reader(index).read(increment), self._tokenizer, self.request.form
         if form.chat_format is not None and tokenizer is not None:
             if index not in self._reasoning_counters:
@@ -198,45 +225,48 @@ class Reply:
         return deltas
 
     def reader(self, index: int) -> DeltaReader:
-        """Return a choice's message reader."""
+        """Return the reader for the message of the choice with this index, the same one at each call."""
         if index not in self._readers:
             self._readers[index] = self.request.form.reader(f"{self.response_id}-{index}")
         return self._readers[index]
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
-        """Yield the events that end a stream."""
         if self.request.include_usage:
             head = self._chunk_head.removesuffix('{"index": ')
-            times = {
-                name: value for name, value in (_metrics(self.request, outputs) or {}).items() if value is not None
-            }
+            metrics = _metrics(self.request, outputs) or {}
+            times = {name: value for name, value in metrics.items() if value is not None}
             more = f', "metrics": {json.dumps(times)}' if times else ""
             yield f'data: {head}], "usage": {json.dumps(self.usage(outputs))}{more}}}\n\n'.encode()
         yield DONE
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the events that end a failed stream."""
         yield f"data: {json.dumps(error_body(error))}\n\n".encode()
         yield DONE
 
     def _event(self, index: int, fields: Json, output: RequestOutput, top: Json | None = None) -> bytes:
+        """Encode a chunk with one choice.
+
+        Args:
+            index: index of the choice.
+            fields: its other fields.
+            output: output that it belongs to, for the token counts.
+            top: further fields of the chunk itself.
+        """
         usage = self._usage_tail
         if self.request.continuous_usage:
-            usage = f', "usage": {json.dumps(self._usage_so_far(index, output))}'
+            num_sent = self._num_sent.get(index, 0) if self.request.has_output else 0
+            counters = [self._reasoning_counters[index]] if index in self._reasoning_counters else []
+            so_far = self._usage(len(output.prompt_token_ids), num_sent, output.num_cached_tokens, counters)
+            usage = f', "usage": {json.dumps(so_far)}'
         more = f", {json.dumps(top)[1:-1]}" if top else ""
         return f"data: {self._chunk_head}{index}, {json.dumps(fields)[1:]}]{more}{usage}}}\n\n".encode()
 
-    def _usage_so_far(self, index: int, output: RequestOutput) -> Json:
-        """Return one choice's token counts, as far as it has been sent."""
-        num_sent = self._num_sent.get(index, 0) if self.request.has_output else 0
-        num_reasoning_tokens = self._reasoning_counters[index].count if index in self._reasoning_counters else 0
-        return self._counts(len(output.prompt_token_ids), num_sent, output.num_cached_tokens, num_reasoning_tokens)
-
     def _index(self, number: int, increment: Increment) -> int:
+        """Return the index of an increment's choice among the choices of all prompts; `number` is its prompt's."""
         return number * self.request.params.n + increment.completion.index
 
     def _choice(self, number: int, output: RequestOutput, increment: Increment) -> Json:
-        """Return a choice in a chunk or a whole reply; a chat's choice still lacks its delta or message."""
+        """Return the `choices` element for an increment of prompt `number`; a chat's still lacks its message."""
         request, index, completion = self.request, self._index(number, increment), increment.completion
         if request.is_chat:
             choice: Json = {"index": index, "logprobs": self.chat_logprobs(increment)}
@@ -254,7 +284,7 @@ class Reply:
         return choice
 
     def _text_fields(self, index: int, output: RequestOutput, increment: Increment) -> Json:
-        """Return a completion part's text and log probabilities, both with an echoed prompt first."""
+        """Return a completion increment's fields `text` and `logprobs`; an echoed prompt comes first in both."""
         request, tokenizer = self.request, self._tokenizer
         text, token_ids = increment.text, increment.token_ids
         tables: Iterable[dict[int, Logprob] | None] | None = increment.logprobs
@@ -273,6 +303,7 @@ class Reply:
         return {"text": text, "logprobs": self._logprobs(index, token_ids, tables, offsets)}
 
     def _prompt_text(self, output: RequestOutput) -> str:
+        """Return an output's prompt as text; empty if it was given as token ids and there is no tokenizer."""
         if output.prompt is not None or self._tokenizer is None:
             return output.prompt or ""
         return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
@@ -284,10 +315,16 @@ class Reply:
         tables: Iterable[dict[int, Logprob] | None] | None,
         prompt_offsets: Sequence[int],
     ) -> Json | None:
-        """Return a completion's log probabilities; null for the first token of a prompt.
+        """Return OpenAI's `logprobs` object for new tokens of a completion; None unless requested.
 
         Offsets are indices in the reply's text, in which special tokens may be hidden. A stop string's tokens have
         offsets as if it was kept: it may be cut off only after parts were sent.
+
+        Args:
+            index: index of the choice.
+            token_ids: the tokens, those of an echoed prompt first.
+            tables: for each token, log probabilities by token id; None for the first token of a prompt.
+            prompt_offsets: text offsets of an echoed prompt's tokens.
         """
         if tables is None:
             return None
@@ -314,7 +351,7 @@ class Reply:
         }
 
     def _by_text(self, table: Mapping[int, Logprob]) -> dict[str, float]:
-        """Return log probabilities by text in vLLM's order: the token itself, then the most likely ones.
+        """Return one position's log probabilities by token text, in the order of `table`.
 
         If tokens have equal text, such as parts of a character, the first counts.
         """
@@ -324,7 +361,10 @@ class Reply:
         return found
 
     def _prompt_logprobs(self, output: RequestOutput) -> Any:
-        """Return vLLM's extension: by position, log probability, rank and text by token id; null at the first one."""
+        """Return vLLM's field `prompt_logprobs`: a list with one object per prompt token, None for the first one.
+
+        An object has log probability, rank and text by token id.
+        """
         tables, tokenizer = output.prompt_tables, self._tokenizer
         if tables is None or not self.request.shows_prompt_logprobs:  # an echo has them among the others
             return None
@@ -338,24 +378,28 @@ class Reply:
         )
 
     def chat_logprobs(self, increment: Increment) -> Json | None:
-        """Return the log probabilities for a chat's new tokens; None unless requested."""
+        """Return OpenAI's `logprobs` object for the new tokens of a chat; None unless requested."""
         if increment.logprobs is None:
             return None
         num_top = self.request.top_logprobs or 0
         top = slice(num_top if num_top >= 0 else None)
-        content = (
-            self._chat_token(token_id, table[token_id])
-            | {"top_logprobs": [self._chat_token(i, entry) for i, entry in _ranked(table)[top]]}
-            for token_id, table in zip(increment.token_ids, increment.logprobs, strict=True)
-        )
-        return {"content": self._listed(content), "refusal": None}
+
+        def described(token_id: int, table: Mapping[int, Logprob]) -> Json:
+            ranked = sorted(table.items(), key=lambda item: item[1].rank)[top]
+            alternatives = [self._chat_token(i, entry) for i, entry in ranked]
+            return self._chat_token(token_id, table[token_id]) | {"top_logprobs": alternatives}
+
+        tokens = zip(increment.token_ids, increment.logprobs, strict=True)
+        return {"content": self._listed(described(*token) for token in tokens), "refusal": None}
 
     def _chat_token(self, token_id: int, entry: Logprob) -> Json:
+        """Return one token's text, log probability and UTF-8 bytes, as in a chat's `logprobs` object."""
         text, tokenizer = _token_text(token_id, entry, self._tokenizer), self._tokenizer
         data = tokenizer.byte_table[token_id] if tokenizer is not None and tokenizer.byte_table else text.encode()
         return {"token": self._text(token_id, entry), "logprob": entry.logprob, "bytes": list(data)}
 
     def _text(self, token_id: int, entry: Logprob | None) -> str:
+        """Return a token's name in log probabilities: its text, or "token_id:7" if the request wants ids."""
         if self.request.tokens_as_ids:
             return f"token_id:{token_id}"
         return _token_text(token_id, entry, self._tokenizer)
@@ -365,6 +409,7 @@ _OPEN: Json = {"logprobs": None, "finish_reason": None, "token_ids": None}
 
 
 def _token_text(token_id: int, entry: Logprob | None, tokenizer: Tokenizer | None) -> str:
+    """Return a token's text: decoded in its context if `entry` has that, in isolation otherwise."""
     if entry is not None and entry.decoded_token is not None:
         return entry.decoded_token
     return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
@@ -377,7 +422,7 @@ def _prompt_fields(request: ParsedRequest, output: RequestOutput) -> Json:
 
 
 def _metrics(request: ParsedRequest, outputs: Sequence[RequestOutput]) -> Json | None:
-    """Return the completion's times in ms under vLLM's names, if requested and if there is only one completion.
+    """Return vLLM's `metrics` object, with times in ms; None unless requested, and with several completions.
 
     The time to the first token begins with the first step, and not with the arrival.
     """
@@ -396,11 +441,7 @@ def _metrics(request: ParsedRequest, outputs: Sequence[RequestOutput]) -> Json |
     return times | {"tokens_per_second": metrics.num_output_tokens / total_s if total_s else None}
 
 
-def _ranked(table: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
-    return sorted(table.items(), key=lambda item: item[1].rank)
-
-
 def system_fingerprint(config: EngineConfig) -> str:
-    """Return a configuration's name: equal for equal versions and options, wherever the core runs."""
+    """Return a short hash of jaxserve's version and the engine options; `engine_process` does not count."""
     digest = hashlib.blake2b(f"{__version__} {replace(config, engine_process=False)!r}".encode(), digest_size=5)
     return f"fp_{digest.hexdigest()}"

@@ -1,6 +1,6 @@
-"""Replies for /v1/responses, whole or streamed, from message deltas.
+"""Replies for OpenAI's /v1/responses, whole or streamed, built from message deltas.
 
-A whole reply is in the last event of a stream with one increment.
+A whole reply is the content of the last event of a stream with one increment.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from jaxserve.api.stream_events import Increment, OutputReader
 from jaxserve.openai.errors import as_bad_request, shown_message
 from jaxserve.openai.message_deltas import Content, MessageDelta, Reasoning, ToolArguments, ToolCall
-from jaxserve.openai.replies import DONE
+from jaxserve.openai.replies import DONE, AnyReply
 
 if TYPE_CHECKING:
     from jaxserve.api.outputs import RequestOutput
@@ -22,54 +22,40 @@ if TYPE_CHECKING:
     from jaxserve.openai.format import ParsedRequest
     from jaxserve.openai.replies import Reply
 
-Event = tuple[str, "Json"]  # its type without "response.", and its fields
+Event = tuple[str, "Json"]  # an event's type without the prefix "response.", and its fields
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 _TEXT_DELTA = "output_text.delta"
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
-class ResponseReply:
-    """Reply to one request for a response.
+class ResponseReply(AnyReply):
+    """Reply to one request to /v1/responses.
 
     Args:
-        chat: the chat's reply, which has message deltas and token counts.
-        body: the request's body.
+        chat: OpenAI's chat reply to the same request, which has message deltas and token counts.
+        body: body of the request, which the reply repeats in part.
     """
 
     def __init__(self, chat: Reply, body: Json) -> None:
         self._chat = chat
         self._items = _Items(chat.response_id)
         self._num_events = 0
-        self._is_cut = False  # True if the limit on tokens has ended it
-        self._response = {"id": f"resp_{chat.response_id}", "created_at": chat.created_s} | _response(
-            chat.request, body
-        )
+        self._is_cut = False  # True if `max_output_tokens` has ended it
+        head = {"id": f"resp_{chat.response_id}", "created_at": chat.created_s}
+        self._response = head | _repeated_fields(chat.request, body)
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply; the output has ended."""
         for increment in OutputReader(outputs[0]).read():
             for _ in self._changes(increment):
                 pass
         return self._final(outputs)[1]["response"]
 
-    def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply, as it is one message."""
-        return self.body(outputs)
-
     def first_events(self) -> Iterator[bytes]:
-        """Yield the events before any output."""
         for kind in ("created", "in_progress"):
             yield self._sent((kind, {"response": self._response | {"status": "in_progress"}}))
 
     def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
-        """Yield the server-sent events for new increments.
-
-        Args:
-            number: index of the only prompt.
-            output: its output.
-            increments: its increments.
-        """
         for increment in increments:
             for event in self._changes(increment):
                 if event[0] == _TEXT_DELTA and not event[1]["logprobs"]:  # nearly always
@@ -78,18 +64,17 @@ class ResponseReply:
                     yield self._sent(event)
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
-        """Yield the events that end a stream."""
         yield self._sent(self._final(outputs))
         yield DONE
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the events that end a failed stream."""
         problem = {"code": "server_error", "message": shown_message(as_bad_request(error))}
         failed = self._response | {"status": "failed", "output": self._items.items, "error": problem}
         yield self._sent(("failed", {"response": failed}))
         yield DONE
 
     def _changes(self, increment: Increment) -> Iterator[Event]:
+        """Add an increment to the response; yield the events for it."""
         reader = self._chat.reader(0)
         deltas = self._chat.read(0, increment)
         self._items.logprobs += (self._chat.chat_logprobs(increment) or {}).get("content", [])
@@ -103,6 +88,7 @@ class ResponseReply:
             yield from self._items.close("incomplete" if is_cut else "completed")
 
     def _final(self, outputs: Sequence[RequestOutput]) -> Event:
+        """Return the event that ends a stream, which has the whole response."""
         status = "incomplete" if self._is_cut else "completed"
         total_s = outputs[0].outputs[0].metrics.total_s
         return status, {
@@ -118,15 +104,16 @@ class ResponseReply:
         }
 
     def _sent_text(self, text: str) -> bytes:
-        """Return the event for a text delta, faster than `_sent`."""
+        """Encode and number the event for a text delta without log probabilities, faster than `_sent`."""
         name, number = f"response.{_TEXT_DELTA}", self._num_events
         self._num_events += 1
         return (
-            f'event: {name}\ndata: {{"type": "{name}", "sequence_number": {number}, {self._items.text_place}, '
+            f'event: {name}\ndata: {{"type": "{name}", "sequence_number": {number}, {self._items.text_position}, '
             f'"delta": {encode_basestring_ascii(text)}}}\n\n'
         ).encode()
 
     def _sent(self, event: Event) -> bytes:
+        """Encode and number a server-sent event."""
         name = f"response.{event[0]}"
         text = json.dumps({"type": name, "sequence_number": self._num_events} | event[1])
         self._num_events += 1
@@ -134,21 +121,21 @@ class ResponseReply:
 
 
 class _Items:
-    """Builder for a response's output items.
+    """Builder for a response's output items, each with the events that announce it.
 
     Args:
-        response_id: name of the reply.
+        response_id: name of the reply, part of the items' ids.
 
     Attributes:
-        items: the items so far.
-        logprobs: log probabilities not sent yet.
-        text_place: fields for a delta of the open text except the text, as JSON without brackets.
+        items: output items so far, in the interface's format; the last one is incomplete until `close`.
+        logprobs: log probabilities of tokens whose text has not been added yet.
+        text_position: JSON members of each text delta in the open item except the text, without braces.
     """
 
     def __init__(self, response_id: str) -> None:
         self.items: list[Json] = []
         self.logprobs: list[Json] = []
-        self.text_place = ""
+        self.text_position = ""
         self._response_id = response_id
         self._kind = ""  # the open item's type, empty if there is none
         self._texts: list[str] = []  # its text or arguments in parts
@@ -160,29 +147,25 @@ class _Items:
         return self._kind == "function_call"
 
     def add(self, delta: MessageDelta) -> Iterator[Event]:
-        """Yield a delta's events."""
+        """Append a delta to the open item, or to a new one; yield the events for it."""
         match delta:
             case ToolCall(_, call_id, name):
-                yield from self.close("completed")
-                yield self._open("function_call", {"call_id": call_id, "name": name, "arguments": ""})
+                yield from self._open("function_call", {"call_id": call_id, "name": name, "arguments": ""})
                 return
             case ToolArguments(_, text):
-                yield "function_call_arguments.delta", self._place | {"delta": text}
-                self._texts.append(text)
-                return
+                yield "function_call_arguments.delta", self._position | {"delta": text}
             case Content(text):
-                kind = "message"
+                if self._kind != "message":
+                    yield from self._open("message", {"role": "assistant", "content": []})
+                yield self._text_delta(text)
             case Reasoning(text):
-                kind = "reasoning"
-        if self._kind != kind:
-            yield from self.close("completed")
-            yield self._open(kind, {"role": "assistant"} if kind == "message" else {"summary": []}, content=[])
-            yield "content_part.added", self._place | {"content_index": 0, "part": self._part("")}
+                if self._kind != "reasoning":
+                    yield from self._open("reasoning", {"summary": [], "content": []})
+                yield self._text_delta(text)
         self._texts.append(text)
-        yield self._text_delta(text)
 
     def close(self, status: str) -> Iterator[Event]:
-        """Yield the events that end the open item, if there is one.
+        """Complete the open item, if there is one; yield the events for it.
 
         Args:
             status: "completed" or "incomplete".
@@ -195,43 +178,50 @@ class _Items:
         item["status"] = status
         if self._kind == "function_call":
             item["arguments"] = text
-            yield "function_call_arguments.done", self._place | {"name": item["name"], "arguments": text}
+            yield "function_call_arguments.done", self._position | {"name": item["name"], "arguments": text}
         else:
             item["content"] = [self._part(text)]
-            place = self._place | {"content_index": 0}
+            position = self._position | {"content_index": 0}
             logprobs = {"logprobs": self._taken} if self._kind == "message" else {}
-            yield f"{_TEXTS[self._kind]}.done", place | {"text": text} | logprobs
-            yield "content_part.done", place | {"part": item["content"][0]}
+            yield f"{_TEXTS[self._kind]}.done", position | {"text": text} | logprobs
+            yield "content_part.done", position | {"part": item["content"][0]}
         yield "output_item.done", {"output_index": len(self.items) - 1, "item": item}
         self._kind, self._texts, self._taken = "", [], []
 
-    def _open(self, kind: str, fields: Json, **content: list[Json]) -> Event:
+    def _open(self, kind: str, fields: Json) -> Iterator[Event]:
+        """Close the open item, and begin one of the type `kind` with these fields; yield the events for both."""
+        yield from self.close("completed")
         name = f"{_PREFIXES[kind]}_{self._response_id}_{len(self.items)}"
-        self.items.append({"type": kind, "id": name, "status": "in_progress"} | fields | content)
+        self.items.append({"type": kind, "id": name, "status": "in_progress"} | fields)
         self._kind = kind
-        self.text_place = json.dumps(self._place | {"content_index": 0, "logprobs": []})[1:-1]
-        return "output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+        self.text_position = json.dumps(self._position | {"content_index": 0, "logprobs": []})[1:-1]
+        yield "output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+        if kind in _TEXTS:
+            yield "content_part.added", self._position | {"content_index": 0, "part": self._part("")}
 
     def _text_delta(self, text: str) -> Event:
+        """Return the event for more text in the open item, with the log probabilities that came with it."""
         logprobs: Json = {}
         if self._kind == "message":
             logprobs = {"logprobs": self.logprobs}
             self._taken += self.logprobs
             self.logprobs = []
-        return f"{_TEXTS[self._kind]}.delta", self._place | {"content_index": 0, "delta": text} | logprobs
+        return f"{_TEXTS[self._kind]}.delta", self._position | {"content_index": 0, "delta": text} | logprobs
 
     def _part(self, text: str) -> Json:
+        """Return the open item's only content part, with this text."""
         if self._kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._taken}
 
     @property
-    def _place(self) -> Json:
+    def _position(self) -> Json:
+        """Fields of an event that identify the last item."""
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
 
 def _raw_messages(prompt: str, output: RequestOutput) -> Json:
-    """Return vLLM's fields with the model's input and output, as text and tokens."""
+    """Return vLLM's fields `input_messages` and `output_messages`: prompt and output, both as text and tokens."""
     (completion,) = output.outputs
     given, made = (prompt, output.prompt_token_ids), (completion.text, completion.token_ids)
     return {
@@ -241,7 +231,7 @@ def _raw_messages(prompt: str, output: RequestOutput) -> Json:
 
 
 def _usage(usage: Json) -> Json:
-    """Return token counts under this interface's names."""
+    """Return the `usage` object of /v1/responses for a chat's `usage` object."""
     cached, details = usage["prompt_tokens_details"]["cached_tokens"], usage.get("completion_tokens_details", {})
     return {
         "input_tokens": usage["prompt_tokens"],
@@ -252,15 +242,13 @@ def _usage(usage: Json) -> Json:
     }
 
 
-def _without_nulls(content: Json | None) -> Json:
-    return {name: value for name, value in (content or {}).items() if value is not None}
+def _without_nulls(content: Json) -> Json:
+    return {name: value for name, value in content.items() if value is not None}
 
 
-def _response(request: ParsedRequest, body: Json) -> Json:
-    """Return the fields that repeat the request, and empty ones for the output."""
-    params = request.params
-
-    given = {name: value for name, value in body.items() if value is not None}
+def _repeated_fields(request: ParsedRequest, body: Json) -> Json:
+    """Return a response's fields that repeat its request, and empty ones for the output."""
+    given, params = _without_nulls(body), request.params
     unset = {"description": None, "parameters": None, "strict": None}
     names = ("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier", "prompt_cache_key")
     return {
@@ -273,15 +261,11 @@ def _response(request: ParsedRequest, body: Json) -> Json:
         "tools": [unset | tool for tool in given.get("tools", ()) if tool.get("type") == "function"],
         "tool_choice": given.get("tool_choice", "auto"),
         "parallel_tool_calls": given.get("parallel_tool_calls", True),
-        "text": {"format": {"type": "text"}} | _without_nulls(given.get("text")),
+        "text": {"format": {"type": "text"}} | _without_nulls(given.get("text", {})),
         "reasoning": {"effort": None, "summary": None} | given.get("reasoning", {}),
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
+        **{name: getattr(params, name) for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty")},
         "top_logprobs": request.top_logprobs or 0,
         "truncation": given.get("truncation", "disabled"),
         "service_tier": "default",
-        "store": False,
-        "background": False,
+        **dict.fromkeys(("store", "background"), False),
     }

@@ -108,10 +108,7 @@ _ITEMS: Mapping[str, ObjectFields] = {
     "function_call": {**_ITEM, **CALLED_DIRECTLY, **each(needed(TEXT), "name", "arguments", "call_id")},
     "function_call_output": {**_ITEM, **CALLED_DIRECTLY, "name": DROPPED, "call_id": needed(TEXT), "output": ANY},
 }
-_TEXT_PART: ObjectFields = {
-    "text": needed(TEXT),
-    **each(DROPPED, "annotations", "logprobs", "prompt_cache_breakpoint"),
-}
+_TEXT_PART: ObjectFields = {"text": needed(TEXT), **each(DROPPED, "annotations", "logprobs", "prompt_cache_breakpoint")}
 _PARTS: Mapping[str, ObjectFields] = {
     **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), _TEXT_PART),
     "refusal": {"refusal": needed(TEXT)},

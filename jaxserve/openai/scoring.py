@@ -13,7 +13,8 @@ from jaxserve.offline import scoring
 from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import RERANK_PATHS, SCORE_PATHS, ParsedRequest, naming_fields, read_fields
-from jaxserve.openai.pooling import WholeReply, vector_of
+from jaxserve.openai.pooling import vector_of
+from jaxserve.openai.replies import AnyReply
 
 if TYPE_CHECKING:
     from jaxserve.api.outputs import RequestOutput
@@ -27,12 +28,12 @@ _NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), 
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """Texts of a request.
+    """Texts of a scoring request.
 
     Attributes:
-        first: one text for all of `second`, or one for each.
-        second: the other texts.
-        names: their fields.
+        first: queries: one for all of `second`, or one for each.
+        second: documents.
+        names: body fields that have the queries and the documents.
     """
 
     first: list[str]
@@ -40,13 +41,15 @@ class _Texts:
     names: tuple[str, str]
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield the two text indices of each pair."""
+        """Yield, for each pair to score, its indices in `first` and `second`."""
         for index in range(len(self.second)):
             yield (0 if len(self.first) == 1 else index), index
 
 
 def parse_scoring(url: str, body: object, context: BodyContext) -> ParsedRequest:
-    """Convert the body of a request for scores to prompts: single texts, or pairs if a head reads them.
+    """Parse the body of a scoring or reranking request; `url` is its path.
+
+    Prompts are text pairs if the model has a classification head, and single texts to embed otherwise.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -73,33 +76,34 @@ def parse_scoring(url: str, body: object, context: BodyContext) -> ParsedRequest
         if has_head:
             scoring.check_head(pooler)
             wanted = params.truncate_prompt_tokens
-            most = None if wanted is None else min(max_len if wanted < 0 else wanted, max_len)
+            max_pair_len = None if wanted is None else min(max_len if wanted < 0 else wanted, max_len)
             prompts = []
             for one, other in texts.pairs():
-                if most is None:
+                if max_pair_len is None:
                     context.check_prompt(first[one])
                     context.check_prompt(second[other])
-                prompts.append(_pair(tokenizer, first[one], second[other], most))
+                prompts.append(_encode_pair(tokenizer, first[one], second[other], max_pair_len))
     return ParsedRequest(url, prompts=prompts, params=params.sampling_params(), pooling=params, **common)
 
 
-def _pair(tokenizer: Tokenizer, first: str, second: str, most: int | None) -> list[int]:
-    """Return two texts as one prompt; the second is shortened to fit."""
+def _encode_pair(tokenizer: Tokenizer, first: str, second: str, max_len: int | None) -> list[int]:
+    """Encode two texts as one prompt of at most `max_len` tokens (None: any length), which shortens the second text."""
     token_ids = tokenizer.encode_pair(first, second)
-    while most is not None and len(token_ids) > most and second:
-        num_left = len(tokenizer.encode(second, add_special_tokens=False)) - (len(token_ids) - most)
+    while max_len is not None and len(token_ids) > max_len and second:
+        num_left = len(tokenizer.encode(second, add_special_tokens=False)) - (len(token_ids) - max_len)
         second = shortened(tokenizer, second, num_left) if num_left > 0 else ""
         token_ids = tokenizer.encode_pair(first, second)
     return token_ids
 
 
 def shortened(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
-    """Return a text's first tokens as text."""
+    """Return the part of a text that its first `num_tokens` tokens cover."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return text if len(token_ids) <= num_tokens else tokenizer.decode(token_ids[:num_tokens])
 
 
 def _read_texts(url: str, given: Json) -> _Texts:
+    """Return the texts in a body's `given` fields; BadRequestError unless they make pairs for the path `url`."""
     names = ("query", "documents")
     if url in SCORE_PATHS:
         found = [pair for pair in _NAMES if all(name in given for name in pair)]
@@ -114,6 +118,7 @@ def _read_texts(url: str, given: Json) -> _Texts:
 
 
 def _texts(content: Any, name: str) -> list[str]:
+    """Return the texts in the body field `name`, which has one text or a list."""
     items = content if isinstance(content, list) else [content]
     if content is None or not items:
         raise BadRequestError(f"{name} must be a text or a list of texts, got {brief(content)}", name)
@@ -121,37 +126,32 @@ def _texts(content: Any, name: str) -> list[str]:
 
 
 def _text(item: Any, name: str) -> str:
-    """Return a text: a string, Jina's object with `text`, or vLLM's with text parts as `content`."""
-    if isinstance(item, dict) and isinstance(item.get("content"), list):
-        parts = item["content"]
-        if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-            return "".join(part["text"] for part in parts)
-    elif isinstance(item, dict) and isinstance(item.get("text"), str):
-        return str(item["text"])
-    if not isinstance(item, str):
-        message = f'{name} must be texts, or objects {{"text": ...}}, as only texts are supported, got {brief(item)}'
-        raise BadRequestError(message, name)
-    return item
+    """Return an item of the field `name` as text: a string, Jina's {"text": ...}, or vLLM's {"content": [parts]}."""
+    match item:
+        case str():
+            return item
+        case {"content": list(parts)}:
+            if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+                return "".join(part["text"] for part in parts)
+        case {"text": str(text)}:
+            return text
+    message = f'{name} must be texts, or objects {{"text": ...}}, as only texts are supported, got {brief(item)}'
+    raise BadRequestError(message, name)
 
 
-class ScoringReply(WholeReply):
-    """Reply to one request for scores.
+class ScoringReply(AnyReply):
+    """Reply to one request for scores or ranked documents.
 
     Args:
-        reply: the same in OpenAI's form, which has the request and its name.
-        body: body of the request.
+        reply: OpenAI's reply to the request, which has its name and parameters.
+        body: body of the request, which has the texts.
     """
 
     def __init__(self, reply: Reply, body: Json) -> None:
         self._request, self._body, self._id, self._created_s = reply.request, body, reply.response_id, reply.created_s
         self._texts = _read_texts(self._request.url, {name: value for name, value in body.items() if value is not None})
 
-    def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply, as it is short."""
-        return self.body(outputs)
-
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply."""
         scores = self._scores(outputs)
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -169,6 +169,7 @@ class ScoringReply(WholeReply):
         return {"id": f"rerank-{self._id}", **head, "usage": usage, "results": results, "meta": meta}
 
     def _scores(self, outputs: Sequence[RequestOutput]) -> list[float]:
+        """Return one score for each pair: the head's output, or the cosine between the two texts' vectors."""
         vectors = [vector_of(output) for output in outputs]
         assert self._request.pooling is not None, "a request for scores pools"
         if self._request.pooling.task == CLASSIFY:
@@ -177,6 +178,7 @@ class ScoringReply(WholeReply):
         return [scoring.cosine(vectors[one], vectors[num_first + other]) for one, other in self._texts.pairs()]
 
     def _result(self, index: int, score: float) -> Json:
+        """Return the `results` element for a document, with its index in the request and its score."""
         result: Json = {"index": index, "relevance_score": score}
         if self._body.get("return_documents") is not False:
             result["document"] = {"text": self._texts.second[index], "multi_modal": None}

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import ParsedRequest, naming_fields
-from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface, invoked_path
+from jaxserve.openai.interfaces import INTERFACES, Interface, invoked_path
+from jaxserve.openai.replies import AnyReply
 from jaxserve.openai.translation import naming
 from jaxserve.server import http
 from jaxserve.server.http import ClientGoneError

@@ -170,15 +170,7 @@ def _sentencepiece(ggml: Mapping[str, Any], vocab: dict[str, int], kinds: Sequen
     """Return a tokenizer like Llama 2's and Mistral's, and True: texts begin with a BOS by default."""
     unknown = next((token for token, i in vocab.items() if kinds[i] == _TokenType.UNKNOWN), None)
     merges = _merges({token: i for token, i in vocab.items() if kinds[i] == _TokenType.NORMAL}, ggml["scores"])
-    backend = Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=merges,
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     has_prefix = bool(ggml.get("add_space_prefix", True))
     prefix: list[Any] = [normalizers.Prepend("▁")] if has_prefix else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])

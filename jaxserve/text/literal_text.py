@@ -60,11 +60,7 @@ class LiteralText:
         self._ids = {self._twin.token_to_id(name): token_id for name, token_id in names}
 
     def mark(
-        self,
-        text: str,
-        values: Sequence[Any],
-        sought: Iterable[str],
-        render: Callable[[Sequence[Any]], str],
+        self, text: str, values: Sequence[Any], sought: Iterable[str], render: Callable[[Sequence[Any]], str]
     ) -> str:
         """Return a rendered text with stand-ins in special tokens that the client may have written.
 

@@ -17,8 +17,9 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.stream_events import OutputReader
 from jaxserve.openai.context import BodyContext
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
-from jaxserve.openai.interfaces import INTERFACES, AnyReply
+from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.messages import MESSAGES
+from jaxserve.openai.replies import AnyReply
 from jaxserve.openai.responses import RESPONSES
 from tests import random_runs
 from tests.openai.chat_samples import MARKS, Call, Message, written

@@ -26,11 +26,11 @@ from jaxserve.openai.chat_formats import chat_format
 from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import ParsedRequest, parse_body
-from jaxserve.openai.interfaces import INTERFACES, AnyReply
+from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.message_deltas import Content, MessageDelta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.partial_json import read_partial_json
-from jaxserve.openai.replies import Reply
+from jaxserve.openai.replies import AnyReply, Reply
 from jaxserve.openai.responses import RESPONSES
 from jaxserve.text.loading import load_tokenizer
 from tests.openai.chat_samples import TEMPLATES, Call, Message, written
