@@ -1,4 +1,4 @@
-"""Chats: from a body's messages to the prompt, and to the form of the next message."""
+"""Chats: a body's messages as prompt tokens, and its tools and output structure as constraints on the next message."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import RequestError, brief
+from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError, Json
 from jaxserve.openai.fields import ANY, OBJECT, SWITCH, TEXT, ObjectFields, each
@@ -18,8 +19,8 @@ from jaxserve.openai.tools import (
     detected_format,
     message_form,
     read_tools,
+    single_token_id,
     template_messages,
-    token_id_of,
 )
 from jaxserve.text.chat_template import RenderedChat
 from jaxserve.text.messages import content_text
@@ -36,69 +37,65 @@ PROMPT_FIELDS: ObjectFields = {  # fields that make a chat the prompt
 
 
 class ChatPrompt(NamedTuple):
-    """Rendered and encoded chat.
+    """Messages of a chat, rendered and encoded as a prompt.
 
     Attributes:
-        rendered: its text.
-        token_ids: its tokens.
-        last: role and text of its last message.
-        adds_header: True if it ends with an answer's header; False if the model continues a message.
-        honoured: fields with an effect that depends on the template.
+        rendered: prompt as text.
+        token_ids: prompt as tokens.
+        chat_format: format of the model's messages.
+        last: role and text of the last message.
+        adds_header: True if the prompt ends with a new answer's header; False if the model continues a message.
+        honoured: body fields that have had an effect although not all templates read them.
     """
 
     rendered: RenderedChat
     token_ids: TokenIds
+    chat_format: ChatFormat
     last: tuple[str, str]
     adds_header: bool
     honoured: set[str]
 
 
 class Chat(NamedTuple):
-    """Chat for the engine.
+    """Chat request for the engine.
 
     Attributes:
-        text: its messages as text.
-        prompt: its messages as tokens.
-        params: sampling parameters.
-        form: form of the next message.
+        prompt: rendered and encoded messages.
+        params: sampling parameters, with the grammar for the next message.
+        form: format and tools with which the next message is read.
         role: role of the next message.
         echoed: last message's text if the reply begins with it; otherwise empty.
-        honoured: fields with an effect that depends on the template.
     """
 
-    text: str
-    prompt: TokenIds
+    prompt: ChatPrompt
     params: SamplingParams
     form: MessageForm
     role: str
     echoed: str
-    honoured: set[str]
 
 
 def read_chat(given: Json, context: BodyContext, params: SamplingParams) -> Chat:
-    """Render and encode a body's messages, and bind the next message to the tools.
+    """Render and encode a body's messages, and constrain the next message to the tools and the output structure.
 
     Args:
         given: fields of the body.
-        context: the model and the chat options.
-        params: sampling parameters.
+        context: served model and chat options.
+        params: sampling parameters from the body.
 
     Raises:
         BadRequestError: the chat template cannot render them, or a field does not go with the template.
     """
-    tokenizer = context.needed_tokenizer("messages")
-    chat_format = detected_format(tokenizer) if context.chat_format is None else context.chat_format
-    tools = read_tools(given)
+    tokenizer, tools = context.needed_tokenizer("messages"), read_tools(given)
     prompt = read_prompt(given, context, tools)
     shows_reasoning = given.get("include_reasoning", True)
-    form = message_form(chat_format, tools, prompt.rendered.text, tokenizer, shows_reasoning=shows_reasoning)
+    form = message_form(prompt.chat_format, tools, prompt.rendered.text, tokenizer, shows_reasoning=shows_reasoning)
     if form.hidden and params.skip_special_tokens:  # the scanner hides them instead
         params = dataclasses.replace(params, shown_special_ids=sorted(form.hidden.values()))
     params = _constrained(params, form, tools, tokenizer)
     last_role, last_text = prompt.last
     role = context.response_role if prompt.adds_header else last_role
     echoed = last_text if given.get("echo") and role == last_role else ""
-    return Chat(prompt.rendered.text, prompt.token_ids, params, form, role, echoed, prompt.honoured)
+    return Chat(prompt, params, form, role, echoed)
 
 
 def read_prompt(given: Json, context: BodyContext, tools: Tools = NO_TOOLS, *, adds_header: bool = True) -> ChatPrompt:
@@ -106,8 +103,8 @@ def read_prompt(given: Json, context: BodyContext, tools: Tools = NO_TOOLS, *, a
 
     Args:
         given: fields of the body.
-        context: the model and the chat options.
-        tools: the body's tools.
+        context: served model and chat options.
+        tools: the body's tools, which the template shows to the model.
         adds_header: default of `add_generation_prompt` if no message is continued.
 
     Raises:
@@ -146,11 +143,12 @@ def read_prompt(given: Json, context: BodyContext, tools: Tools = NO_TOOLS, *, a
     context.text_check(given)(rendered.text)
     token_ids = tokenizer.encode_chat(rendered, given.get("add_special_tokens", False))
     last = messages[-1]["role"], content_text(messages[-1].get("content"))
-    return ChatPrompt(rendered, token_ids, last, adds_header, {"reasoning_effort"} if used else set())
+    honoured = {"reasoning_effort"} if used else set[str]()
+    return ChatPrompt(rendered, token_ids, chat_format, last, adds_header, honoured)
 
 
 def _check_read(variables: Json, known: frozenset[str]) -> None:
-    """Raise BadRequestError for variables that the chat template does not read."""
+    """Raise BadRequestError if a template that reads the `known` variables ignores any of the given ones."""
     unread = sorted(variables.keys() - known - {"add_generation_prompt"})
     if unread and unread[0] in ("tools", "documents") and len(unread) == 1:
         message = (
@@ -164,21 +162,24 @@ def _check_read(variables: Json, known: frozenset[str]) -> None:
 
 
 def _constrained(params: SamplingParams, form: MessageForm, tools: Tools, tokenizer: Tokenizer) -> SamplingParams:
-    """Return parameters with the grammar for bound tool calls and for the answer's form."""
+    """Return `params` with one grammar for the whole message: its reasoning, tool calls and structured answer.
+
+    They stay unchanged if the message may be anything, or if all of its text is the answer.
+    """
     if form.chat_format is None:
         return params
-    token_id = functools.partial(token_id_of, tokenizer=tokenizer)
+    token_id = functools.partial(single_token_id, tokenizer=tokenizer)
     wanted = params.structured_outputs
     grammar = message_grammar(form.chat_format, tools, wanted, in_reasoning=form.in_reasoning, token_id=token_id)
     if grammar is None:
         return params
     appends = wanted is not None and wanted.append_forced_tokens
-    bound = StructuredOutputsParams(grammar=grammar, append_forced_tokens=appends)
-    return dataclasses.replace(params, structured_outputs=bound)
+    structure = StructuredOutputsParams(grammar=grammar, append_forced_tokens=appends)
+    return dataclasses.replace(params, structured_outputs=structure)
 
 
 def check_messages(messages: Any) -> list[Json]:
-    """Return the messages; BadRequestError unless all have a role, and content or tool calls."""
+    """Return the messages, refusals as content; BadRequestError unless all have a role, and content or tool calls."""
     if not isinstance(messages, list):
         raise BadRequestError(f"messages must be a list of messages, got {brief(messages)}", "messages")
     for message in messages:

@@ -13,7 +13,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 def allow_any(text: str) -> None:
-    """Accept every text."""
+    """Accept every text: the check of prompts whose length does not matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,5 +57,5 @@ class BodyContext:
         return self.tokenizer
 
     def text_check(self, given: Json) -> Callable[[str], None]:
-        """Return the check for the body's texts; truncated prompts may have any length."""
+        """Return the function that checks the length of a body's prompts; prompts to truncate may have any length."""
         return self.check_prompt if given.get("truncate_prompt_tokens") is None else allow_any

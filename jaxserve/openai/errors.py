@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, which name the wrong field of a body."""
+"""Errors in OpenAI's format, which name the wrong field of a body."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +28,9 @@ class BadRequestError(RequestError):
 
 
 def check_output_len(given: Json, max_model_len: int | None) -> None:
-    """Refuse an output longer than the model allows with any prompt, in vLLM's words.
+    """Raise BadRequestError, in vLLM's words, for a maximum output length that exceeds the model's length.
 
-    An output that only does not fit after its prompt is cut, as in vLLM, and so is one of the default length.
+    An output that only does not fit after its prompt is cut instead, as in vLLM; so is one of the default length.
 
     Args:
         given: fields of the body.
@@ -43,7 +43,7 @@ def check_output_len(given: Json, max_model_len: int | None) -> None:
 
 
 def as_bad_request(error: RequestError) -> BadRequestError:
-    """Return an error with the fields in OpenAI's error object."""
+    """Return an error as one with the fields of OpenAI's error object: code, HTTP status and wrong body field."""
     if isinstance(error, BadRequestError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -55,19 +55,15 @@ def as_bad_request(error: RequestError) -> BadRequestError:
 
 
 def error_body(error: RequestError) -> Json:
-    """Return OpenAI's error object."""
+    """Return an error as OpenAI's JSON object."""
     known = as_bad_request(error)
     kind = "invalid_request_error" if known.status_code < 500 else "server_error"
     if known.status_code == 429:
         kind = "rate_limit_error"
-    return {"error": {"message": shown_message(known), "type": kind, "param": shown_param(known), "code": known.code}}
+    param = None if known.param is None else known.param[:MAX_PARAM_CHARS]  # the client may have chosen its name
+    return {"error": {"message": shown_message(known), "type": kind, "param": param, "code": known.code}}
 
 
 def shown_message(error: BadRequestError) -> str:
-    """Return an error's message for a reply: bounded, as it may quote the request."""
+    """Return an error's message, cut to MAX_MESSAGE_CHARS for a reply, as it may quote the request."""
     return error.message if len(error.message) <= MAX_MESSAGE_CHARS else f"{error.message[:MAX_MESSAGE_CHARS]}..."
-
-
-def shown_param(error: BadRequestError) -> str | None:
-    """Return an error's field for a reply: bounded, as the client may have chosen its name."""
-    return None if error.param is None else error.param[:MAX_PARAM_CHARS]

@@ -53,37 +53,40 @@ IGNORED = BodyField(is_kept=False, is_ignored=True)
 
 
 def needed(field: BodyField) -> BodyField:
-    """Return the field as a required one."""
+    """Return a copy of `field` that objects must have."""
     return replace(field, is_needed=True)
 
 
 def ignored(field: BodyField) -> BodyField:
-    """Return the field as one without effect that replies list as ignored."""
+    """Return a copy of `field` that is accepted without effect, and that replies list as ignored."""
     return replace(field, is_kept=False, is_ignored=True)
 
 
 def only(*values: Any, why: str = "it is not supported") -> BodyField:
-    """Return the field for an unsupported feature; `values` switch it off. Without values it must be left out."""
+    """Return the field of an unsupported feature, which may only have the `values` that switch the feature off.
+
+    Without values the field must be left out. `why` is the reason in error messages.
+    """
     words = " or ".join(map(json.dumps, values)) or "left out"
     accepted = FieldType(words, lambda value: schema.is_one_of(value, values), advice=f": {why}")
     return BodyField(accepted, "unsupported_value", is_kept=False)
 
 
 def choice(*values: Any) -> BodyField:
-    """Return a field with one of these values."""
+    """Return a field that must have one of these values."""
     return BodyField(schema.one_of(values, words=" or ".join(map(json.dumps, values))), "unsupported_value")
 
 
 def each(field: BodyField, *names: str) -> ObjectFields:
-    """Return the same field under several names."""
+    """Return an object's fields `names`, all with the type and options of `field`."""
     return dict.fromkeys(names, field)
 
 
 class BodyReader:
-    """Reader for the objects in a body.
+    """Reader for the JSON objects in one request body; it checks them against their declared fields.
 
     Attributes:
-        ignored: ignored fields so far.
+        ignored: names of the fields without effect that were read so far.
     """
 
     def __init__(self) -> None:
@@ -92,11 +95,11 @@ class BodyReader:
     def read(
         self, content: object, fields: ObjectFields, where: str = "the body", param: str | None = None, prefix: str = ""
     ) -> Json:
-        """Return the values of an object's fields, in the order of `fields`.
+        """Check an object, and return the values of its fields that have an effect, in the order of `fields`.
 
         Args:
-            content: the object.
-            fields: its fields by name.
+            content: JSON value that must be an object.
+            fields: declaration of its fields.
             where: name of the object in messages, such as "tool_choice".
             param: body field that errors name; None to name the object's field.
             prefix: prefix of ignored field names.
@@ -105,9 +108,7 @@ class BodyReader:
             BadRequestError: a field is unknown, missing or has a wrong type.
         """
         if not isinstance(content, dict):
-            raise BadRequestError(
-                f"{where} must be an object, got {brief(content)}", param or where.removeprefix("the ")
-            )
+            raise _no_object(content, where, param or where.removeprefix("the "))
         given = {name: value for name, value in content.items() if value is not None}
         if unknown := sorted(islice((name for name in given if name not in fields), _MAX_NAMED)):
             raise _unknown_fields(where, unknown, [name for name, field in fields.items() if field.is_kept], param)
@@ -131,18 +132,18 @@ class BodyReader:
         default: str | None = None,
         prefix: str = "",
     ) -> tuple[str, Json]:
-        """Return an object's `type` and the values of its other fields.
+        """Check an object whose fields depend on its `type`; return that type and the values of the other fields.
 
         Args:
-            content: the object.
-            variants: the other fields, by type.
+            content: JSON value that must be an object.
+            variants: declaration of the other fields, by type.
             where: the same as in `read`.
             param: the same as in `read`.
             default: type for objects without one.
             prefix: the same as in `read`.
         """
         if not isinstance(content, dict):
-            raise BadRequestError(f"{where} must be an object, got {brief(content)}", param)
+            raise _no_object(content, where, param)
         name = default if content.get("type") is None else content["type"]
         if not isinstance(name, str) or name not in variants:
             message = f"{where} must be of the types {sorted(variants)}, got {brief(name)}; others are not supported"
@@ -151,10 +152,14 @@ class BodyReader:
         return name, self.read(others, variants[name], where, param, prefix)
 
 
+def _no_object(content: object, where: str, param: str) -> BadRequestError:
+    return BadRequestError(f"{where} must be an object, got {brief(content)}", param)
+
+
 def _unknown_fields(
     where: str, unknown: Sequence[str], supported: Collection[str], param: str | None
 ) -> BadRequestError:
-    """Return the error for unknown fields, with likely alternatives."""
+    """Return the error for the `unknown` fields of the object `where`, with similar `supported` fields as advice."""
     advice = "".join(f"; {name} is now {_SUCCESSORS[name]}" for name in unknown if name in _SUCCESSORS)
     hint = did_you_mean((name for name in unknown if name not in _SUCCESSORS), supported)
     others = f"supported are {sorted(supported)}" if supported else "no field of it has an effect here"

@@ -1,4 +1,4 @@
-"""Conversion of OpenAI's request and response bodies, for /v1/completions and /v1/chat/completions.
+"""Parsing of request bodies: the fields of all paths, and completions and chats as prompts with sampling parameters.
 
 A body may have the fields of OpenAI's API that this engine supports, and vLLM's further sampling parameters. Labels of
 the caller, such as `user`, are ignored, and fields of unsupported features may have the value that switches them off.
@@ -53,7 +53,7 @@ _REQUEST_ID = FieldType(
     "up to 128 letters, digits, dots and dashes",
     lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]{1,128}", value, re.ASCII) is not None,
 )
-_COMMON: ObjectFields = {  # fields that all bodies share
+_COMMON: ObjectFields = {  # fields of all bodies
     "model": TEXT,
     "user": ignored(TEXT),
     "priority": INTEGER,
@@ -67,7 +67,7 @@ _IN_BATCHES: ObjectFields = {  # fields without effect in batch files
     "priority": only(0, why="all lines of a batch file are of one batch"),
     "request_id": only(why="a line of a batch file has custom_id"),
 }
-_GENERATION: ObjectFields = {  # fields that completions and chats share
+_GENERATION: ObjectFields = {  # fields of both completions and chats
     **_COMMON,
     **each(ANY, *SAMPLING, "max_tokens"),
     **each(OBJECT, "response_format", "structured_outputs", "stream_options"),
@@ -135,20 +135,19 @@ _STREAM_OPTIONS = {
     "continuous_usage_stats": SWITCH,
     "include_obfuscation": replace(SWITCH, is_kept=False),
 }
-_PROMPT_FIELDS = {
-    COMPLETIONS: "prompt",
-    CHAT: "messages",
-    **dict.fromkeys((*SCORE_PATHS, *RERANK_PATHS), "documents"),
-}  # field of the prompt; "input" elsewhere
 _FORM_WORDS = frozenset(each.name for each in dataclasses.fields(StructuredOutputsParams))
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """Request from a valid body.
+    """Prompts and parameters from a valid body.
 
     Attributes:
+        url: path whose fields the body had.
+        model: requested name of the model.
         prompts: prompts as text or token ids; a chat has one, rendered and encoded.
+        params: sampling parameters.
+        cache_salt: secret that restricts cached pages to requests with the same one; None for the common cache.
         top_logprobs: requested alternatives per chat token, -1 for all; None without log probabilities.
         echo: True if a completion's text begins with its prompt.
         has_output: False if only the prompt is wanted, with its log probabilities.
@@ -156,21 +155,21 @@ class ParsedRequest:
         shows_prompt_logprobs: True to return prompt log probabilities in a field of their own.
         shows_metrics: True to return a completion's times.
         tokens_as_ids: True if log probabilities name tokens by their ids.
-        request_id: requested name of the reply; empty for any name.
+        request_id: requested name of the reply; empty for a generated one.
         stream: True to stream the reply.
         include_usage: True to end a stream with token counts.
         continuous_usage: True to send token counts with every chunk.
         tenant: name of the sender; empty if unknown.
-        priority: class, lower numbers first; None if not given.
-        form: form of a chat's message.
-        role: role of a chat's message.
+        priority: scheduling class, lower numbers first; None if not given.
+        form: format and tools with which a chat's generated text is read.
+        role: role of a chat's generated message.
         echoed: text before the generated text in a chat's message.
-        prompt_text: text of a chat's prompt to return; None to leave it out.
-        form_field: field that specifies the output's form.
-        pooling: parameters for vectors; None for text.
+        prompt_text: rendered prompt of a chat to return; None to leave it out.
+        form_field: body field that constrains the output's structure, for error messages.
+        pooling: pooling parameters; None if text is generated.
         is_base64: True if vectors are wanted as bytes in base64.
         labels: names of the classification head's labels.
-        ignored: accepted fields without effect.
+        ignored: accepted body fields without effect.
     """
 
     url: str
@@ -203,12 +202,11 @@ class ParsedRequest:
 
     @property
     def is_chat(self) -> bool:
-        """True for a chat."""
         return self.url == CHAT
 
 
 def parse_body(url: str, body: object, context: BodyContext) -> ParsedRequest:
-    """Convert the body of a completion or a chat to prompts and sampling parameters.
+    """Parse the body of a completion or a chat; `url` is COMPLETIONS or CHAT.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -220,14 +218,14 @@ def parse_body(url: str, body: object, context: BodyContext) -> ParsedRequest:
         check_output_len(given, context.max_model_len)
         chat = read_chat(given, context, params) if is_chat else None
     if chat is not None:
-        common["ignored"] = tuple(sorted({*common["ignored"]} - chat.honoured))
+        common["ignored"] = tuple(sorted({*common["ignored"]} - chat.prompt.honoured))
     options = _stream_options(given)
     if given.get("stream") and given.get("prompt_logprobs"):
         message = "prompt_logprobs must be left out, or 0, with stream: true, as only whole replies have them, got "
         raise BadRequestError(f"{message}{given['prompt_logprobs']}", "prompt_logprobs", "unsupported_value")
     return ParsedRequest(
         url,
-        prompts=[chat.prompt] if chat else read_prompts(given, "prompt", context),
+        prompts=[chat.prompt.token_ids] if chat else read_prompts(given, "prompt", context),
         params=chat.params if chat else params,
         top_logprobs=params.logprobs if is_chat else None,
         echo=given.get("echo", False) and not is_chat,
@@ -241,14 +239,17 @@ def parse_body(url: str, body: object, context: BodyContext) -> ParsedRequest:
         form=chat.form if chat else MessageForm(),
         role=chat.role if chat else "assistant",
         echoed=chat.echoed if chat else "",
-        prompt_text=chat.text if chat and given.get("return_prompt_text") else None,
+        prompt_text=chat.prompt.rendered.text if chat and given.get("return_prompt_text") else None,
         form_field="tools" if chat and chat.form.tools.are_forced else _form_field(given),
         **common,
     )
 
 
 def read_fields(url: str, body: Any, context: BodyContext) -> tuple[Json, Json]:
-    """Return a body's given fields, and the fields of `ParsedRequest` that all paths share.
+    """Check a body against the fields of its path.
+
+    Returns:
+        The body's fields that have an effect, and the values of `ParsedRequest` that all paths read alike, by name.
 
     Raises:
         BadRequestError: a field is unknown or has a wrong type.
@@ -267,31 +268,32 @@ def read_fields(url: str, body: Any, context: BodyContext) -> tuple[Json, Json]:
 
 
 def check_model(model: object, model_names: Sequence[str]) -> None:
-    """Raise BadRequestError unless a model has one of the names; without names, any is accepted."""
+    """Raise BadRequestError unless `model` is one of the names; without names, any is accepted."""
     if model_names and model not in model_names:
         message = f"model must be one of {list(model_names)}, got {brief(model)}"
         raise BadRequestError(message, "model", "model_not_found", 404)
 
 
 def prompt_field(url: str) -> str:
-    """Return the body's field that has the prompts."""
-    return _PROMPT_FIELDS.get(url, "input")
+    """Return the name of the body field that has the prompts of requests to the path `url`."""
+    others = "documents" if url in (*SCORE_PATHS, *RERANK_PATHS) else "input"
+    return {COMPLETIONS: "prompt", CHAT: "messages"}.get(url, others)
 
 
 @contextlib.contextmanager
 def naming_fields(url: str, form_field: str | None = None) -> Iterator[None]:
-    """Add the field to errors: the first field in the message, or `form_field` if it is about the output's form."""
+    """Turn each RequestError inside the context into a BadRequestError that names the wrong body field.
+
+    It is the first field of the path `url` in the message, or `form_field` if the message is about structured outputs.
+    """
     try:
         yield
     except BadRequestError:
         raise
     except RequestError as error:
-        own = prompt_field(url)
         if isinstance(error, PromptTooLongError):
-            known = as_bad_request(error)
-            known.param = own
-            raise known from error
-        words = [own if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
+            raise replace(as_bad_request(error), param=prompt_field(url)) from error
+        words = [prompt_field(url) if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
         named = next((word for word in words if word in _FIELDS[url]), None)
         if named is None and any(word in _FORM_WORDS for word in words):
             named = form_field
@@ -299,13 +301,14 @@ def naming_fields(url: str, form_field: str | None = None) -> Iterator[None]:
 
 
 def _form_field(given: Json) -> str:
-    """Return the field that specifies the output's form."""
+    """Return the `given` body field that constrains the output's structure."""
     if (given.get("response_format") or {}).get("type") in ("json_object", "json_schema"):
         return "response_format"
     return "tools" if given.get("tools") and "structured_outputs" not in given else "structured_outputs"
 
 
 def _stream_options(given: Json) -> Json:
+    """Return the checked fields of a body's `stream_options`; empty if there are none."""
     if "stream_options" not in given:
         return {}
     if not given.get("stream"):
@@ -314,6 +317,7 @@ def _stream_options(given: Json) -> Json:
 
 
 def _completion_params(given: Json, defaults: SamplingParams) -> SamplingParams:
+    """Return a completion's sampling parameters: the body's `given` fields, and `defaults` for the others."""
     limits = {name: given.get(name, getattr(SamplingParams, name)) for name in ("max_tokens", "logprobs")}
     if given.get("echo"):
         if limits["max_tokens"] == 0:
@@ -324,11 +328,12 @@ def _completion_params(given: Json, defaults: SamplingParams) -> SamplingParams:
 
 
 def _sampling_fields(given: Json) -> Json:
-    return {name: given[name] for name in SAMPLING if name in given} | _output_form(given)
+    """Return the `given` body fields that are parameters of SamplingParams, by name."""
+    return {name: given[name] for name in SAMPLING if name in given} | _structured_outputs(given)
 
 
-def _output_form(given: Json) -> Json:
-    """Return the output's form, from OpenAI's field or vLLM's."""
+def _structured_outputs(given: Json) -> Json:
+    """Return the parameter `structured_outputs` by name, from `response_format` or vLLM's field; {} for free text."""
     wanted = given.get("response_format", {"type": "text"})
     kind, form = wanted.get("type"), given.get("structured_outputs")
     if kind not in ("text", "json_object", "json_schema"):
@@ -348,6 +353,7 @@ def _output_form(given: Json) -> Json:
 
 
 def _chat_params(given: Json, defaults: SamplingParams) -> SamplingParams:
+    """Return a chat's sampling parameters: the body's `given` fields, and `defaults` for the others."""
     wanted = given.get("logprobs", False)
     if given.get("top_logprobs", 0) != 0 and not wanted:
         raise BadRequestError("top_logprobs needs logprobs: true", "top_logprobs")

@@ -1,4 +1,4 @@
-"""Requests to Anthropic's /v1/messages and /v1/messages/count_tokens as chats."""
+"""Translation of requests to Anthropic's /v1/messages and /v1/messages/count_tokens to chats."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _MESSAGE: ObjectFields = {"role": needed(choice(*_BLOCKS)), "content": ANY}
 
 
 def message_to_chat(body: Json, *, has_output: bool = True) -> Translation:
-    """Return the chat for a request to /v1/messages.
+    """Translate a request to /v1/messages to a chat.
 
     Args:
         body: body of the request.
@@ -132,7 +132,7 @@ def message_to_chat(body: Json, *, has_output: bool = True) -> Translation:
 
 
 def _read_messages(messages: list[Any], turns: _Turns, reader: BodyReader) -> str:
-    """Read all messages; return the role of the last one."""
+    """Add all `messages` of a request to `turns`; return the role of the last one."""
     role = ""
     for message in messages:
         given = reader.read(message, _MESSAGE, "a message", "messages")
@@ -145,25 +145,27 @@ def _read_messages(messages: list[Any], turns: _Turns, reader: BodyReader) -> st
 
 
 def _tool(tool: Any, reader: BodyReader) -> Json:
+    """Return an Anthropic tool in the format of chats."""
     _, function = reader.read_variant(tool, {"custom": _TOOL}, "a tool", "tools", default="custom", prefix="tools.")
     first = {"name": function.pop("name"), "parameters": function.pop("input_schema")}
     return {"type": "function", "function": first | function}
 
 
 def _as_parts(content: str | list[Json]) -> list[Json]:
+    """Return a chat message's content as a list of parts."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
     return content
 
 
 class _Turns:
-    """Chat messages, from messages with content blocks.
+    """Builder of a chat's messages from Anthropic's messages with content blocks.
 
     Args:
-        reader: reader of the blocks.
+        reader: reader that checks the blocks.
 
     Attributes:
-        messages: the messages so far.
+        messages: the chat's messages so far.
     """
 
     def __init__(self, reader: BodyReader) -> None:
@@ -171,7 +173,7 @@ class _Turns:
         self._reader = reader
 
     def content(self, content: Any, param: str) -> str | list[Json]:
-        """Return content, which is text or a list of text blocks, in a chat's form."""
+        """Return text, or a list of text blocks in the field `param`, as the content of a chat message."""
         if isinstance(content, str):
             return content
         return [
@@ -182,13 +184,14 @@ class _Turns:
     def _blocks(
         self, content: Any, variants: Mapping[str, ObjectFields], where: str, param: str
     ) -> Iterator[tuple[str, Json]]:
+        """Yield the type and the fields of each block in a content; arguments as in `BodyReader.read_variant`."""
         if not isinstance(content, list):
             message = f"{param} must have text or a list of blocks as its content, got {brief(content)}"
             raise BadRequestError(message, param)
         return (self._reader.read_variant(block, variants, where, param) for block in content)
 
     def add(self, role: str, content: Any) -> None:
-        """Add a message's content; adjacent messages with one role are one turn."""
+        """Add the content of one of Anthropic's messages; adjacent messages with the same role become one message."""
         if role == "assistant" and (not self.messages or self.messages[-1]["role"] != "assistant"):
             self.messages.append({"role": role, "content": ""})
         if isinstance(content, str):
@@ -200,6 +203,7 @@ class _Turns:
             raise BadRequestError("a message must have at least one block", "messages")
 
     def _add_block(self, role: str, name: str, block: Json) -> None:
+        """Add a content block of the type `name`: to the last message, or tool results as a new one."""
         turn = self.messages[-1] if self.messages else {}
         match name:
             case "text":
@@ -217,7 +221,7 @@ class _Turns:
                 turn["reasoning"] = turn.get("reasoning", "") + block["thinking"]
 
     def _append(self, role: str, new: str | Json) -> None:
-        """Add text, or a part, to the last message if it has the same role."""
+        """Add text or a content part to the last message, or to a new one if the last has another role."""
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": ""})
         message = self.messages[-1]

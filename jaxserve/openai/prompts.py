@@ -8,11 +8,11 @@ from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError, Json
 
 Prompt = str | TokenIds
-_PART_LEN = 2**16
+_PART_LEN = 2**16  # tokens checked per C call
 
 
-def completion_prompts(prompt: Any, name: str) -> list[Prompt]:
-    """Return the prompts in a field."""
+def _split_prompts(prompt: Any, name: str) -> list[Prompt]:
+    """Return the prompts in the value of the field `name`, which has one prompt or a list."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and _are_token_ids(prompt):
@@ -27,18 +27,18 @@ def completion_prompts(prompt: Any, name: str) -> list[Prompt]:
 
 
 def read_prompts(given: Json, name: str, context: BodyContext) -> list[Prompt]:
-    """Return the prompts in a field, encoded if the body wants no special tokens around them."""
-    prompts = completion_prompts(given.get(name), name)
-    if given.get("add_special_tokens", True) or not any(isinstance(prompt, str) for prompt in prompts):
+    """Return the prompts in the body field `name`; texts are encoded if the body wants them without special tokens."""
+    prompts = _split_prompts(given.get(name), name)
+    if given.get("add_special_tokens", True) or not (texts := [p for p in prompts if isinstance(p, str)]):
         return prompts
     tokenizer, check_text = context.needed_tokenizer(name), context.text_check(given)
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            check_text(prompt)
+    for text in texts:
+        check_text(text)
     return [tokenizer.encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
 
 
 def _are_token_ids(items: list[Any]) -> bool:
+    """Return whether a list has only 32-bit integers, and at least one."""
     # Faster than looking at each; other threads run between the parts.
     parts = (items[start : start + _PART_LEN] for start in range(0, len(items), _PART_LEN))
     return bool(items) and all(

@@ -1,4 +1,4 @@
-"""Requests to /v1/responses as chats."""
+"""Translation of requests to OpenAI's /v1/responses to chats."""
 
 from __future__ import annotations
 
@@ -116,16 +116,16 @@ _PARTS: Mapping[str, ObjectFields] = {
 
 
 def response_to_chat(body: Json) -> Translation:
-    """Return the chat for a request to /v1/responses.
+    """Translate a request to /v1/responses to a chat.
 
     Raises:
         BadRequestError: the request asks for an unsupported feature; it names the field.
     """
     reader = BodyReader()
     given = reader.read(body, _FIELDS)
-    options = given.get("stream_options", {})
-    reader.read(options, _STREAM_OPTIONS, "stream_options", "stream_options")
-    reader.ignored |= {"stream_options"} if options else set()
+    if options := given.get("stream_options", {}):
+        reader.read(options, _STREAM_OPTIONS, "stream_options", "stream_options")
+        reader.ignored.add("stream_options")
     chat = shared_values(given) | {name: given[name] for name in _SAME if name in given}
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
@@ -133,8 +133,7 @@ def response_to_chat(body: Json) -> Translation:
         chat["return_prompt_text"] = True
     chat["messages"] = _messages(reader, given.get("instructions"), given.get("input"))
     if tools := _called_tools(given.get("tools", []), reader, "tools"):
-        read = (reader.read_variant(tool, _TOOL, "a tool", "tools")[1] for tool in tools)
-        chat["tools"] = [{"type": "function", "function": function} for function in read]
+        chat["tools"] = _functions(tools, _TOOL, reader, "tools")
     if "tool_choice" in given:
         chat["tool_choice"] = _tool_choice(given["tool_choice"], reader)
     text = reader.read(given.get("text", {}), _TEXT, "text", "text", "text.")
@@ -148,6 +147,7 @@ def response_to_chat(body: Json) -> Translation:
 
 
 def _read_logprobs(chat: Json, include: Sequence[Any], num_top: int | None, ignored_fields: set[str]) -> None:
+    """Set a chat's `logprobs` fields from a request's `include` and `top_logprobs`; add ignored fields to the set."""
     for wanted in include:
         if wanted not in (_LOGPROBS, _ENCRYPTED):
             message = f"include must be of {[_LOGPROBS, _ENCRYPTED]}, got {brief(wanted)}"
@@ -162,14 +162,28 @@ def _read_logprobs(chat: Json, include: Sequence[Any], num_top: int | None, igno
 
 
 def _called_tools(tools: Sequence[Any], reader: BodyReader, prefix: str) -> list[Any]:
-    """Return the tools that the model sees."""
-    names = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
-    left_out = [isinstance(name, str) and name in _LEFT_OUT for name in names]
-    reader.ignored |= {f"{prefix}.{name}" for name, is_left_out in zip(names, left_out, strict=True) if is_left_out}
-    return [tool for tool, is_left_out in zip(tools, left_out, strict=True) if not is_left_out]
+    """Return the tools that the model can call; add the others to `reader.ignored`, with a prefix before their type."""
+    called = []
+    for tool in tools:
+        name = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(name, str) and name in _LEFT_OUT:
+            reader.ignored.add(f"{prefix}.{name}")
+        else:
+            called.append(tool)
+    return called
+
+
+def _functions(
+    tools: Sequence[Any], variants: Mapping[str, ObjectFields], reader: BodyReader, param: str
+) -> list[Json]:
+    """Return tools of the field `param` in the format of chats; `variants` declares their fields."""
+    where = "a tool" if param == "tools" else f"a tool of {param}"
+    read = (reader.read_variant(tool, variants, where, param)[1] for tool in tools)
+    return [{"type": "function", "function": function} for function in read]
 
 
 def _tool_choice(given: Any, reader: BodyReader) -> Any:
+    """Return a request's `tool_choice` in the format of chats."""
     if isinstance(given, str):
         return given
     name, choice = reader.read_variant(given, _CHOICES, "tool_choice", "tool_choice")
@@ -178,12 +192,12 @@ def _tool_choice(given: Any, reader: BodyReader) -> Any:
     allowed = _called_tools(choice["tools"], reader, "tool_choice")
     if choice["tools"] and not allowed and choice["mode"] == "auto":  # no tool is left
         return "none"
-    read = (reader.read_variant(tool, _NAMED, "a tool of tool_choice", "tool_choice")[1] for tool in allowed)
-    tools = [{"type": "function", "function": function} for function in read]
+    tools = _functions(allowed, _NAMED, reader, "tool_choice")
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
 
 
 def _messages(reader: BodyReader, instructions: str | None, given: Any) -> list[Json]:
+    """Return the chat messages for a request's `instructions` and its `input`, which is text or a list of items."""
     turns = _Turns(reader)
     if instructions:
         turns.add("system", instructions)
@@ -200,13 +214,13 @@ def _messages(reader: BodyReader, instructions: str | None, given: Any) -> list[
 
 
 class _Turns:
-    """Chat messages, from items; reasoning, text and tool calls in one turn are one message.
+    """Builder of a chat's messages from input items; reasoning, text and tool calls in one turn are one message.
 
     Args:
-        reader: reader of content parts.
+        reader: reader that checks content parts.
 
     Attributes:
-        messages: the messages so far.
+        messages: the chat's messages so far.
     """
 
     def __init__(self, reader: BodyReader) -> None:
@@ -214,7 +228,7 @@ class _Turns:
         self._reader = reader
 
     def add(self, role: str, content: str | list[Json]) -> None:
-        """Add a message; instructions at the beginning are one message, as templates want it."""
+        """Add a message; system messages at the beginning become one message, as templates want it."""
         if role == "system" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
             both = self.messages[0]["content"], content
             self.messages[0]["content"] = "\n\n".join(map(content_text, both))
@@ -222,6 +236,7 @@ class _Turns:
             self.messages.append({"role": role, "content": content})
 
     def add_item(self, name: str, item: Json) -> None:
+        """Add an input item of the type `name`, whose fields are checked except its content."""
         match name:
             case "message" if item["role"] == "assistant":
                 self._turn("content", "tool_calls")["content"] = self._content(item.get("content"))
@@ -234,25 +249,21 @@ class _Turns:
                 function = {"name": item["name"], "arguments": item["arguments"]}
                 turn = self._turn()
                 turn.setdefault("content", None)
-                turn.setdefault("tool_calls", []).append(
-                    {"id": item["call_id"], "type": "function", "function": function}
-                )
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                turn.setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 text = content_text(self._content(item.get("output")))  # few templates read parts of results
                 self.messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
 
     def _turn(self, *later: str) -> Json:
-        """Return the model's open message; a new one if there is none or if it has a part that comes `later`."""
-        if (
-            not self.messages
-            or self.messages[-1]["role"] != "assistant"
-            or any(self.messages[-1].get(part) for part in later)
-        ):
+        """Return the last message if it is the assistant's and has none of the fields `later`; else add a new one."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or any(last.get(part) for part in later):
             self.messages.append({"role": "assistant"})
         return self.messages[-1]
 
     def _content(self, content: Any) -> str | list[Json]:
-        """Return content, which is text or a list of parts, in a chat's form."""
+        """Return text, or a list of an item's content parts, as the content of a chat message."""
         if isinstance(content, str):
             return content
         if not isinstance(content, list):

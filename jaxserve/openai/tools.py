@@ -1,4 +1,4 @@
-"""Tools of a chat: its functions, the choice among them, and the form of the message that may call them."""
+"""Tools of a chat: its functions, the choice among them, and the format of the message that may call them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Function:
     """Function that the model may call.
 
     Attributes:
-        name: its name.
-        parameters: JSON schema of its arguments.
+        name: function name.
+        parameters: JSON schema of the arguments.
         is_strict: True if a call's arguments must obey the schema.
     """
 
@@ -42,8 +42,8 @@ class Tools:
     """Tools of a chat.
 
     Attributes:
-        given: the tools as in the body; templates show them to the model.
-        functions: the callable functions: all that are given, or the named one.
+        given: all tools as in the body; templates show them to the model.
+        functions: functions that the message may call: all, those of `allowed_tools`, or the named one.
         choice: "none", "auto", "required" or "named".
         is_parallel: True if a message may have several calls.
     """
@@ -60,7 +60,7 @@ class Tools:
 
 
 def read_tools(body: Mapping[str, Any]) -> Tools:
-    """Return the tools in a body; RequestError unless they have OpenAI's form."""
+    """Return the tools in a chat's body and the choice among them; RequestError unless they have OpenAI's format."""
     given, choice = body.get("tools", []), body.get("tool_choice")
     if not isinstance(given, list) or len(given) > MAX_TOOLS:
         raise RequestError(f"tools must be a list of at most {MAX_TOOLS} tools, got {brief(given)}")
@@ -69,8 +69,6 @@ def read_tools(body: Mapping[str, Any]) -> Tools:
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise RequestError(f"tools must have different names, got several of {repeated}")
     is_parallel = body.get("parallel_tool_calls", True)
-    if not isinstance(is_parallel, bool):
-        raise RequestError(f"parallel_tool_calls must be a bool, got {brief(is_parallel)}")
     if choice is None:
         choice = "auto" if functions else "none"
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -91,7 +89,12 @@ def read_tools(body: Mapping[str, Any]) -> Tools:
 
 
 def _allowed(choice: Json, names: Sequence[str]) -> tuple[set[str], str]:
-    """Return the names of the callable functions, and the choice among them."""
+    """Return the functions and the mode in a `tool_choice` of the type "allowed_tools".
+
+    Args:
+        choice: the `tool_choice`.
+        names: names of all functions.
+    """
     given = choice.get("allowed_tools")
     tools, mode = (given.get("tools"), given.get("mode")) if isinstance(given, dict) else (None, None)
     described = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
@@ -107,6 +110,7 @@ def _allowed(choice: Json, names: Sequence[str]) -> tuple[set[str], str]:
 
 
 def _function(tool: Any) -> Function:
+    """Return the function in an element of a body's `tools`; RequestError unless it has OpenAI's format."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type", "function") != "function":
         raise RequestError(f'tools must be of the form {{"type": "function", "function": {{...}}}}, got {brief(tool)}')
@@ -124,11 +128,11 @@ def _function(tool: Any) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """Form in which a chat's message is read.
+    """Settings with which a chat's generated text is read as a message.
 
     Attributes:
-        chat_format: format of the model's messages; None if the text is the message.
-        tools: the tools.
+        chat_format: format of the model's messages; None if all text is the answer.
+        tools: tools that the message may call.
         in_reasoning: True if the prompt ends with the opening delimiter of reasoning.
         hidden: delimiters that are special tokens, with their ids.
         shows_reasoning: False to leave reasoning out of replies.
@@ -141,11 +145,7 @@ class MessageForm:
     shows_reasoning: bool = True
 
     def reader(self, name: str) -> DeltaReader:
-        """Return the reader for a sample.
-
-        Args:
-            name: name of the sample; the ids of its tool calls follow from it.
-        """
+        """Return a new reader for one sample; the ids of its tool calls follow from the unique `name`."""
         if self.chat_format is None:
             return DeltaReader()
         has_calls = self.tools.choice != "none"
@@ -163,7 +163,14 @@ class MessageForm:
 def message_form(
     chat_format: ChatFormat, tools: Tools, prompt: str, tokenizer: Tokenizer, *, shows_reasoning: bool
 ) -> MessageForm:
-    """Return the next message's form.
+    """Return the settings for reading the message that follows a prompt.
+
+    Args:
+        chat_format: format of the model's messages.
+        tools: tools that the message may call.
+        prompt: rendered prompt.
+        tokenizer: the model's tokenizer.
+        shows_reasoning: False to leave reasoning out of replies.
 
     Raises:
         RequestError: tools may be called, but the model's tool call syntax is unknown.
@@ -179,27 +186,25 @@ def message_form(
     reasoning = chat_format.reasoning
     if not (reasoning or chat_format.messages or has_calls):
         return MessageForm()
-    ids = {delimiter: token_id_of(delimiter, tokenizer) for delimiter in sorted(chat_format.delimiters)}
+    ids = {delimiter: single_token_id(delimiter, tokenizer) for delimiter in sorted(chat_format.delimiters)}
     hidden = {delimiter: i for delimiter, i in ids.items() if i is not None and i in tokenizer.special_ids}
     in_reasoning = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
     return MessageForm(chat_format, tools, in_reasoning, hidden, shows_reasoning)
 
 
 @functools.lru_cache(maxsize=256)
-def token_id_of(text: str, tokenizer: Tokenizer) -> int | None:
-    """Return the token id of a text that is one token; None for other texts."""
+def single_token_id(text: str, tokenizer: Tokenizer) -> int | None:
+    """Return the id of the token that encodes a whole text; None if the text is several tokens."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[0] if len(ids) == 1 else None
 
 
-@functools.lru_cache(maxsize=8)
-def _detected(templates: tuple[str, ...]) -> ChatFormat:
-    return chat_format(templates)
+_chat_format = functools.lru_cache(maxsize=8)(chat_format)
 
 
 def detected_format(tokenizer: Tokenizer) -> ChatFormat:
-    """Return the format that a tokenizer's templates show."""
-    return _detected(tuple(tokenizer.chat_template.values()))
+    """Return the chat format whose delimiters a tokenizer's chat templates contain."""
+    return _chat_format(tuple(tokenizer.chat_template.values()))
 
 
 def template_messages(messages: Sequence[Json], *, has_text_arguments: bool) -> list[Json]:
@@ -207,15 +212,16 @@ def template_messages(messages: Sequence[Json], *, has_text_arguments: bool) -> 
 
     Args:
         messages: messages as clients send them.
-        has_text_arguments: True to leave arguments as they are.
+        has_text_arguments: True to leave call arguments as JSON text.
 
     Raises:
-        RequestError: tool calls lack OpenAI's form.
+        RequestError: tool calls lack OpenAI's format.
     """
     return [_template_message(message, has_text_arguments) for message in messages]
 
 
 def _template_message(message: Json, has_text_arguments: bool) -> Json:
+    """Return one message as templates read it; see `template_messages`."""
     if message["role"] != "assistant":
         return message
     reasoning = message.get("reasoning") or message.get("reasoning_content")
@@ -230,6 +236,7 @@ def _template_message(message: Json, has_text_arguments: bool) -> Json:
 
 
 def _template_call(call: Any, has_text_arguments: bool) -> Json:
+    """Return one element of a message's `tool_calls` as templates read it; see `template_messages`."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"tool_calls in messages must have a function with a name, got {brief(call)}")

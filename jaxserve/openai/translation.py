@@ -1,4 +1,4 @@
-"""Translation of requests to chats: the parts that the other interfaces share."""
+"""Translation of requests to chats: the parts that /v1/responses and /v1/messages share."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CALLED_DIRECTLY: ObjectFields = {"caller": only({"type": "direct"})}
 
 
 class Translation(NamedTuple):
-    """Chat for a request.
+    """Chat that is equivalent to a request of another interface.
 
     Attributes:
         chat: body of the chat, for `parse_body`.
         ignored: the request's accepted fields without effect.
-        names: field names by their names in the chat, if they differ from the interface's.
+        names: the request's field names by their names in the chat, in addition to the interface's.
         drops_turns: True to leave out the oldest turns if the chat is too long.
     """
 
@@ -47,13 +47,13 @@ class Translation(NamedTuple):
 
 
 def shared_values(given: Json) -> Json:
-    """Return the fields with the same name in a chat."""
+    """Return the `given` fields of a request that a chat has under the same names, with their values."""
     return {name: given[name] for name in _SHARED if name in given}
 
 
 @contextlib.contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Replace the chat's field names in errors by the request's.
+    """Replace a chat's field names in request errors inside the context by the names in the original request.
 
     Args:
         names: field names in the request by their names in the chat.
