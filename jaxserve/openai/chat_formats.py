@@ -16,7 +16,7 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True)
 class Delimiters:
-    """Texts that a scanner looks for; none is a prefix of another.
+    """Set of delimiters that a scanner looks for; none is a prefix of another.
 
     Attributes:
         texts: the delimiters; may be empty.
@@ -32,10 +32,11 @@ class Delimiters:
     @cached_property
     def partial_suffix(self) -> re.Pattern[str]:
         """Regular expression for a cut-off delimiter at a text's end."""
-        return re.compile("|".join(map(_begun, self.texts)) or r"(?!)")
+        return re.compile("|".join(map(_prefix_at_end, self.texts)) or r"(?!)")
 
 
-def _begun(delimiter: str) -> str:
+def _prefix_at_end(delimiter: str) -> str:
+    """Return a regular expression for a proper, non-empty prefix of a delimiter at a text's end."""
     pattern = ""
     for character in reversed(delimiter[:-1]):
         pattern = f"{re.escape(character)}(?:{pattern})?" if pattern else re.escape(character)
@@ -44,7 +45,7 @@ def _begun(delimiter: str) -> str:
 
 @dataclass(frozen=True)
 class ReasoningDelimiters:
-    """Delimiters around reasoning.
+    """Delimiters around a model's reasoning.
 
     Attributes:
         begin: opening delimiter; the prompt may end with it.
@@ -57,7 +58,7 @@ class ReasoningDelimiters:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Syntax for a run of tool calls. White space may be anywhere between the parts.
+    """Syntax for a run of adjacent tool calls in a model's text; white space may be anywhere between its parts.
 
     Attributes:
         begin: delimiter before a run; empty if an object at the start of a message is a call.
@@ -68,7 +69,7 @@ class CallSyntax:
         call_end: delimiters after each call's arguments; any may be missing.
         separator: text between calls.
         end: delimiter after a run; it may be missing.
-        head_delimiters: delimiters that a head may have besides those in `written`.
+        head_delimiters: delimiters that a head may have in addition to those in `written`.
         written: template for a call with `{name}` (as JSON) or `{bare_name}`, and `{arguments}`, as models write it.
     """
 
@@ -84,14 +85,14 @@ class CallSyntax:
 
     @cached_property
     def head_before_null(self) -> re.Pattern[str]:
-        """Regular expression for a `head` that null follows instead of arguments."""
+        """Regular expression for a `head` before `null` instead of arguments."""
         head = r"(?!)" if self.head is None else self.head.pattern
         return re.compile(rf"{head}(?<=[\s\]>])(?=null(?!\w))")
 
 
 @dataclass(frozen=True)
 class MessageSyntax:
-    """Syntax of messages with headers, several to a reply: gpt-oss's "harmony".
+    """Syntax of replies that consist of several messages with headers: gpt-oss's "harmony".
 
     Attributes:
         begin: delimiter before all messages but the first.
@@ -110,25 +111,25 @@ class MessageSyntax:
     functions: str
 
     def channel(self, head: str) -> str:
-        """Return the channel in a header; empty if there is none."""
+        """Return the channel in a message header `head`; empty if there is none."""
         found = re.search(r"<\|channel\|>\s*(\w+)", head)
         return found[1] if found else ""
 
     def recipient(self, head: str) -> str:
-        """Return the recipient in a header; empty if there is none."""
+        """Return the recipient in a message header `head`; empty if there is none."""
         found = re.search(r"\bto=([^\s<]+)", head)
         return found[1] if found else ""
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Format of a model's messages.
+    """Format of a model's messages: the delimiters of reasoning, tool calls and answers.
 
     Attributes:
         reasoning: delimiters around reasoning; None if there are none.
-        calls: syntaxes of tool calls; grammars ask for the first.
-        messages: syntax with headers, which also covers reasoning and tool calls.
-        text_arguments: True if the template reads a call's arguments as text, not as an object.
+        calls: tool call syntaxes that are understood; grammars make the model write the first.
+        messages: syntax of messages with headers, which covers reasoning and tool calls; None for other models.
+        text_arguments: True if the chat template reads a call's arguments as JSON text, not as an object.
         short_ids: True for call ids with nine letters and digits, which Mistral's templates require.
     """
 
@@ -145,7 +146,7 @@ class ChatFormat:
 
     @cached_property
     def delimiters(self) -> frozenset[str]:
-        """All delimiters; those that are special tokens are hidden from users."""
+        """All delimiters of the format."""
         found: set[str] = set()
         if self.reasoning is not None:
             found |= {self.reasoning.begin, self.reasoning.end}
@@ -157,12 +158,7 @@ class ChatFormat:
         return frozenset(delimiter for delimiter in found if len(delimiter) > 2)
 
     def call_id(self, name: str, number: int) -> str:
-        """Return the id of a tool call.
-
-        Args:
-            name: unique name of the message.
-            number: index of the call in it.
-        """
+        """Return the id of a message's tool call from the message's unique `name` and the call's index `number`."""
         digest = hashlib.blake2b(f"{name}-{number}".encode(), digest_size=12).hexdigest()
         return digest[:9] if self.short_ids else f"call_{digest}"
 
@@ -218,15 +214,14 @@ REASONING_FORMATS: dict[str, ChatFormat] = {
     "mistral": ChatFormat(ReasoningDelimiters("[THINK]", "[/THINK]")),
     "openai_gptoss": ChatFormat(messages=_HARMONY),
 }
-# syntax that a grammar asks for if the model has none
-PLAIN_TOOL_CALLS = CallSyntax("", opening="[", separator=",", end="]")
+PLAIN_TOOL_CALLS = CallSyntax("", opening="[", separator=",", end="]")  # for forced calls of models without a syntax
 
 
 def chat_format(templates: Iterable[str], tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> ChatFormat:
-    """Return the format of a model's messages.
+    """Return the format of a model's messages, as named or as detected in its chat templates.
 
     Args:
-        templates: sources of its chat templates, which show the delimiters.
+        templates: sources of the chat templates, which contain the delimiters.
         tool_call_parser: name of a tool call format, "auto" or "none".
         reasoning_parser: name of a reasoning format, "auto" or "none".
 
@@ -235,17 +230,18 @@ def chat_format(templates: Iterable[str], tool_call_parser: str = AUTO, reasonin
     """
     text = "\n".join(templates)
     if tool_call_parser == AUTO:
-        tool_call_parser = _tool_call_parser_of(text)
+        tool_call_parser = _detect_tool_call_parser(text)
     if reasoning_parser == AUTO:
-        reasoning_parser = _reasoning_parser_of(text)
-    calls = _named("tool_call_parser", tool_call_parser, TOOL_CALL_FORMATS)
-    reasoning = _named("reasoning_parser", reasoning_parser, REASONING_FORMATS)
+        reasoning_parser = _detect_reasoning_parser(text)
+    calls = _find_format("tool_call_parser", tool_call_parser, TOOL_CALL_FORMATS)
+    reasoning = _find_format("reasoning_parser", reasoning_parser, REASONING_FORMATS)
     if calls.calls == _MISTRAL and "[ARGS]" in text:  # the layout of newer models
         calls = dataclasses.replace(calls, calls=_MISTRAL[::-1])
     return dataclasses.replace(calls, reasoning=reasoning.reasoning, messages=calls.messages or reasoning.messages)
 
 
-def _named(option: str, name: str, known: dict[str, ChatFormat]) -> ChatFormat:
+def _find_format(option: str, name: str, known: dict[str, ChatFormat]) -> ChatFormat:
+    """Return the `known` format that an option names; an empty format for "none"."""
     if name == NONE:
         return ChatFormat()
     if name not in known:
@@ -253,7 +249,8 @@ def _named(option: str, name: str, known: dict[str, ChatFormat]) -> ChatFormat:
     return known[name]
 
 
-def _tool_call_parser_of(template: str) -> str:
+def _detect_tool_call_parser(template: str) -> str:
+    """Return the name of the tool call format whose delimiters a chat template contains; "none" without any."""
     if "<|channel|>" in template:
         return "openai"
     if "<｜tool▁calls▁begin｜>" in template:
@@ -267,7 +264,8 @@ def _tool_call_parser_of(template: str) -> str:
     return NONE
 
 
-def _reasoning_parser_of(template: str) -> str:
+def _detect_reasoning_parser(template: str) -> str:
+    """Return the name of the reasoning format whose delimiters a chat template contains; "none" without any."""
     if "<|channel|>" in template:
         return "openai_gptoss"
     if "[THINK]" in template:

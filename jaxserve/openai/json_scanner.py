@@ -1,6 +1,6 @@
 """Scanner for JSON in a growing text, with the building blocks for tool calls.
 
-Its methods are generators that wait wherever the text ends, so that where the text was cut makes no difference.
+Its methods are generators that yield whenever they need more text, so that where the text was cut makes no difference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 MAX_HEAD_CHARS = 512  # text between a call's or a header's delimiters
 
-Steps = Generator[None, None, Any]
+Steps = Generator[None, None, Any]  # yields to wait for more text, and returns the scanned value
 _SPACE = re.compile(r"\s*")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[^\s,{}\[\]\"<`]+")
@@ -23,21 +23,21 @@ _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 
 class NotACallError(Exception):
-    """Sign that the text is no tool call after all."""
+    """Error if the text at the position is no tool call after all."""
 
 
 class CutError(NotACallError):
-    """Sign that the text has ended within a possible tool call."""
+    """Error if the text has ended inside a possible tool call."""
 
 
 @dataclass
 class _Nesting:
-    """Open brackets in JSON.
+    """Incremental search for the bracket that closes a JSON object or list.
 
     Attributes:
-        depth: their number.
+        depth: number of open brackets.
         in_string: True inside a string.
-        is_through: True after the first one is closed.
+        is_through: True once the first bracket is closed.
     """
 
     depth: int = 0
@@ -45,7 +45,10 @@ class _Nesting:
     is_through: bool = False
 
     def read(self, text: str, position: int) -> int:
-        """Continue; return the position after the last bracket, or the end of the decided text."""
+        """Continue the search at a position in `text`; return the position after the closing bracket.
+
+        Without that bracket, return the position at which to continue once there is more text.
+        """
         while (found := _STRUCTURE.search(text, position)) is not None:
             sign, position = found.group(), found.end()
             if self.in_string:
@@ -66,26 +69,28 @@ class _Nesting:
 
 
 class JsonScanner:
-    """Scanner for JSON and the delimiters around it."""
+    """Scanner for JSON and the delimiters around it, at a position in a growing text."""
 
     def __init__(self) -> None:
         self._text, self._position, self._is_end, self._is_cut = "", 0, False, False
-        self._raw = ""  # text of a possible call
+        self._raw = ""  # text taken of a possible call
 
     def _feed(self, text: str, *, is_end: bool, is_cut: bool) -> None:
+        """Append text, and drop the text before the position; flags as in `Scanner.scan`."""
         self._text, self._position = self._text[self._position :] + text, 0
         self._is_end, self._is_cut = is_end, is_end and is_cut
 
     def _missing(self, wanted: str) -> NotACallError:
-        """Return the error for a text that continues in another way than wanted."""
+        """Return the error for a position at which `wanted` does not come: CutError if the text ends inside it."""
         is_end = self._is_end and wanted.startswith(self._text[self._position :])
         return CutError() if is_end else NotACallError()
 
     def _nested(self, emit: Callable[[str, str], None] | None = None) -> Steps:
-        """Take an object or a list, up to its last bracket, and return it.
+        """Take a JSON object or list, up to its last bracket, and return its text.
 
         Args:
-            emit: function that takes it in parts instead: the text before the last bracket, and the bracket.
+            emit: function that receives the text in parts instead, as it comes: the new text before the last bracket,
+                and the last bracket if it has come.
         """
         nesting, pieces = _Nesting(), []
         while True:
@@ -106,7 +111,7 @@ class JsonScanner:
             yield
 
     def _value(self) -> Steps:
-        """Take a value, and return it as JSON arguments: a string's content, and an empty object for null."""
+        """Take a JSON value, and return it as the text of a call's arguments: a string's content, and {} for null."""
         character = yield from self._peek()
         if character == '"':
             text = (yield from self._long_string()).strip()
@@ -119,7 +124,7 @@ class JsonScanner:
         return "{}" if text in ("", "null") else text
 
     def _long_string(self) -> Steps:
-        """Take a JSON string with any length, and return its content."""
+        """Take a JSON string of any length, and return its content."""
         pieces = [self._take(1)]
         while True:
             pieces.append(self._take(_CHARACTERS.match(self._text, self._position).end() - self._position))  # type: ignore[union-attr]  # also matches nothing
@@ -134,7 +139,7 @@ class JsonScanner:
             raise NotACallError from None
 
     def _string(self) -> Steps:
-        """Take a JSON string, and return its content."""
+        """Take a JSON string of at most MAX_HEAD_CHARS characters, and return its content."""
         if (yield from self._peek()) != '"':
             raise self._missing('"')
         while (found := _STRING.match(self._text, self._position)) is None:
@@ -151,10 +156,11 @@ class JsonScanner:
             raise NotACallError from None
 
     def _space(self) -> Steps:
+        """Take white space, and return it."""
         return (yield from self._matched(_SPACE))
 
     def _matched(self, pattern: re.Pattern[str]) -> Steps:
-        """Take characters as long as they match, and return them."""
+        """Take the text that matches a pattern, as long as more of it comes, and return it."""
         pieces = []
         while True:
             found = pattern.match(self._text, self._position)
@@ -165,13 +171,13 @@ class JsonScanner:
             yield
 
     def _peek(self) -> Steps:
-        """Return the next character; none at the end."""
+        """Return the next character without taking it; empty at the end of the text."""
         while self._position == len(self._text) and not self._is_end:
             yield
         return self._text[self._position : self._position + 1]
 
     def _literal(self, wanted: str) -> Steps:
-        """Take a text if it comes next; return whether it does."""
+        """Take the text `wanted` if it comes next; return whether it does."""
         while True:
             rest = self._text[self._position : self._position + len(wanted)]
             if rest == wanted:
@@ -182,20 +188,19 @@ class JsonScanner:
             yield
 
     def _take(self, num_chars: int) -> str:
+        """Move the position over some characters, and return them; they also become part of `_raw`."""
         text = self._text[self._position : self._position + num_chars]
         self._position += num_chars
         self._raw += text
         return text
 
     def _end_delimiter(self, delimiter: str) -> Steps:
-        """Consume the delimiter that closes a tool call if it comes next; if the text is cut off inside it, consume
-        that part.
-        """
+        """Take a delimiter after a tool call if it comes next, or its beginning if the text is cut off inside it."""
         if not (yield from self._literal(delimiter)):
             self._take_begun(delimiter)
 
     def _take_begun(self, delimiter: str) -> bool:
-        """Take a delimiter's beginning if the text is cut off in it; return whether it is."""
+        """Take the beginning of a delimiter if the text is cut off inside it; return whether it is."""
         rest = self._text[self._position :]
         is_begun = self._is_cut and rest != "" and delimiter.startswith(rest)
         if is_begun:

@@ -1,4 +1,4 @@
-"""Message deltas: every interface makes its whole and streamed replies from them."""
+"""Message deltas: parts of a generated message, from which every interface makes its whole and streamed replies."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ Json = dict[str, Any]
 
 
 class Content(NamedTuple):
-    """Further answer text."""
+    """Delta with further answer text."""
 
     text: str
 
 
 class Reasoning(NamedTuple):
-    """Further reasoning text, before the answer."""
+    """Delta with further reasoning text, before the answer."""
 
     text: str
 
 
 class ToolCall(NamedTuple):
-    """Beginning tool call.
+    """Delta that begins a tool call.
 
     Attributes:
         number: index of the call in its message.
-        call_id: name of the call; the message with its result refers to it.
-        name: the function's name.
+        call_id: unique id of the call, to which the message with its result refers.
+        name: name of the called function.
     """
 
     number: int
@@ -39,11 +39,11 @@ class ToolCall(NamedTuple):
 
 
 class ToolArguments(NamedTuple):
-    """Further JSON text of a call's arguments; the call has begun.
+    """Delta with further JSON text of a tool call's arguments, after the call's `ToolCall`.
 
     Attributes:
         number: index of the call in its message.
-        text: raw text, which need not be whole JSON.
+        text: next part of the JSON text.
     """
 
     number: int
@@ -54,10 +54,10 @@ MessageDelta = Content | Reasoning | ToolCall | ToolArguments
 
 
 class DeltaReader:
-    """Reader for one sample. However its text is cut, the deltas add up to the same message.
+    """Reader that turns one sample's increments into message deltas, which add up to the same message for any cuts.
 
     Args:
-        scanner: scanner for its text; None if the text is the message.
+        scanner: scanner for the sample's text; None if all text is the answer.
         shows_reasoning: False to leave reasoning out.
         is_named: True if the request has named the function to call.
     """
@@ -66,7 +66,7 @@ class DeltaReader:
         self._scanner, self._shows_reasoning, self._is_named = scanner, shows_reasoning, is_named
 
     def read(self, increment: Increment) -> list[MessageDelta]:
-        """Return the increment's deltas; the last increment releases all held text."""
+        """Return the deltas for the text of the next increment; the last one releases all text that was held back."""
         if self._scanner is None:
             return [Content(increment.text)] if increment.text else []
         reason = increment.finish_reason
@@ -76,7 +76,7 @@ class DeltaReader:
 
     @property
     def has_calls(self) -> bool:
-        """True if there are tool calls, all complete."""
+        """True if the message so far has tool calls, all of them complete."""
         return self._scanner is not None and self._scanner.num_calls > 0 and not self._scanner.has_cut_call
 
     def finish_reason(self, increment: Increment) -> str | None:
@@ -86,7 +86,7 @@ class DeltaReader:
 
 
 def delta_json(delta: MessageDelta) -> Json:
-    """Return the `delta` for a chunk."""
+    """Return a message delta as the `delta` object of OpenAI's chat chunks."""
     match delta:
         case Content(text):
             return {"content": text}
@@ -100,7 +100,11 @@ def delta_json(delta: MessageDelta) -> Json:
 
 
 def whole_message(deltas: Iterable[MessageDelta]) -> Json:
-    """Return the whole message; its content is null only if tool calls replace it."""
+    """Return the `message` object of OpenAI's chats; its content is null only if tool calls replace it.
+
+    Args:
+        deltas: all deltas of the message.
+    """
     contents: list[str] = []
     reasoning: list[str] = []
     calls: list[Json] = []

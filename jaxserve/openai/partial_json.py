@@ -11,7 +11,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def read_partial_json(text: str) -> Any:
-    """Return the value of a JSON text; a string, key or word that was cut off is left out.
+    """Parse JSON text that may have been cut off; a string, key or word that was cut off is left out.
 
     Raises:
         ValueError: the text is not the beginning of a list or an object.
@@ -25,8 +25,8 @@ def read_partial_json(text: str) -> Any:
 
 
 def _beginnings(text: str) -> tuple[str, str]:
-    """Return the text and its longest complete beginning, both with their missing brackets."""
-    closing: list[str] = []  # brackets that are still to come, the last first
+    """Return the whole text and its longest part that ends after a complete value, both with missing brackets added."""
+    closing: list[str] = []  # brackets that are still missing, the last one first
     end, brackets = 0, ""
     is_key = False  # True if a string would be an object's key
     for match in _TOKEN.finditer(text):

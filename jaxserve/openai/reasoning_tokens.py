@@ -1,4 +1,4 @@
-"""Number of reasoning tokens, by the delimiters in a model's text."""
+"""Counting of reasoning tokens by the delimiters in a model's text."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MAX_KEPT_CHARS = 4096  # kept text; headers are shorter
 
 
 class ReasoningTokens:
-    """Counter of the tokens between reasoning delimiters.
+    """Counter of one message's tokens between reasoning delimiters.
 
     Args:
         chat_format: format of the message.
-        stream: detokenizer that keeps the delimiters.
+        stream: detokenizer whose text contains the delimiters.
         in_reasoning: True if the prompt ends with the opening delimiter of reasoning.
     """
 
@@ -39,11 +39,11 @@ class ReasoningTokens:
 
     @property
     def count(self) -> int:
-        """Number of tokens so far."""
+        """Number of reasoning tokens so far."""
         return self._num_ended + (len(self._starts) if self._in_reasoning and not self._in_header else 0)
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """Take the next tokens."""
+        """Read the message's next tokens."""
         for token_id in token_ids:
             self._starts.append(len(self._text))
             seen = max(0, len(self._text) - self._longest)
@@ -51,43 +51,37 @@ class ReasoningTokens:
             while (found := self._delimiters.search(self._text, seen)) is not None:
                 self._pass(found)
                 seen = 0
-            if len(self._text) > _MAX_KEPT_CHARS:
-                self._forget(len(self._text) - self._longest)
+            if len(self._text) > _MAX_KEPT_CHARS:  # no further delimiter can begin in the dropped text
+                end = len(self._text) - self._longest
+                self._count_before(end)
+                self._drop(end)
 
     @property
     def _delimiters(self) -> re.Pattern[str]:
-        """Pattern for the next delimiter: one that ends the current part, or begins the next."""
+        """Regular expression for the next delimiter: one that ends the current part, or begins the next."""
         is_inside = self._in_reasoning if self._format.messages is None else not self._in_header
         return (self._ends if is_inside else self._begins).pattern
 
     def _pass(self, found: re.Match[str]) -> None:
-        """Continue after a delimiter."""
-        messages = self._format.messages
+        """Count the reasoning before a delimiter, drop the text, and note whether reasoning follows."""
+        messages, end = self._format.messages, found.end()
         self._count_before(found.start())
-        end = found.end()
         if messages is None:
             self._in_reasoning = not self._in_reasoning
         elif self._in_header:
-            self._in_header, self._in_reasoning = (
-                False,
-                messages.channel(self._text[: found.start()]) in messages.reasoning_channels,
-            )
+            channel = messages.channel(self._text[: found.start()])
+            self._in_header, self._in_reasoning = False, channel in messages.reasoning_channels
         else:
             self._in_header, self._in_reasoning = True, False
             end = found.start()  # it may belong to the next header
         self._drop(end)
 
-    def _forget(self, end: int) -> None:
-        """Drop the text before an index; no further delimiter can begin there."""
-        self._count_before(end)
-        self._drop(end)
-
     def _count_before(self, end: int) -> None:
-        """Count the tokens that begin before index `end` if they are reasoning."""
+        """Count the tokens that begin before index `end` of the kept text, if they are reasoning."""
         if self._in_reasoning and not self._in_header:
             self._num_ended += sum(start < end for start in self._starts)
 
     def _drop(self, end: int) -> None:
-        """Drop the text before index `end`, and the tokens that begin in it."""
+        """Drop the kept text before index `end`, and the tokens that begin in it."""
         self._text = self._text[end:]
         self._starts = [start - end for start in self._starts if start >= end]

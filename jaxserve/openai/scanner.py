@@ -24,13 +24,13 @@ _MIN_DELIMITER_CHARS = 4  # a cut-off delimiter is text if it is shorter
 
 @dataclass
 class _Call:
-    """Call that is an object of JSON, as far as it is known.
+    """Tool call that is written as a JSON object, as far as it has been scanned.
 
     Attributes:
-        name: its function.
-        arguments: its arguments, if they came before the name.
-        is_bare: True if no delimiter is before it, so that it may be any object.
-        has_begun: True once it has been emitted.
+        name: name of the called function; empty until it has come.
+        arguments: JSON text of the arguments if they came before the name; otherwise empty.
+        is_bare: True if no delimiter is before the object, so that it may be any object.
+        has_begun: True once the call's deltas have been emitted.
     """
 
     name: str = ""
@@ -46,13 +46,13 @@ class Scanner(JsonScanner):
         chat_format: the model's delimiters for reasoning and tool calls.
         call_id: function from a tool call's index to its id.
         in_reasoning: True if the prompt ends with the opening delimiter of reasoning.
-        names: functions that may be called; None if tool calls are not parsed, but remain text.
-        hidden: delimiters that are special tokens, which users do not see wherever they are.
+        names: names of the functions that may be called; None if tool calls are not parsed, but remain text.
+        hidden: delimiters that are special tokens, which users never see.
         is_forced: True if the whole text must be tool calls.
 
     Attributes:
-        num_calls: tool calls that have begun.
-        num_whole: tool calls that are complete.
+        num_calls: number of tool calls that have begun.
+        num_whole: number of tool calls that are complete.
     """
 
     def __init__(
@@ -73,21 +73,21 @@ class Scanner(JsonScanner):
         self._deltas: list[MessageDelta] = []
         self.num_calls = self.num_whole = 0
         self._call_delimiters: list[str] = []
-        self._steps = self._scan_all(in_reasoning)
-        next(self._steps)
+        headed = chat_format.messages
+        self._steps = self._delimited_text(in_reasoning) if headed is None else self._headed_messages(headed)
 
     @property
     def has_cut_call(self) -> bool:
-        """True if a call has begun, or its delimiter has, and is not complete."""
+        """True if a tool call, or only its delimiter, has begun and is not complete."""
         return self._has_lost or self.num_whole < self.num_calls
 
     def scan(self, text: str, *, is_end: bool, is_cut: bool = False) -> list[MessageDelta]:
-        """Return the deltas that more text has brought.
+        """Scan more text, and return the message deltas that are certain with it.
 
         Args:
-            text: the text.
-            is_end: True if none follows.
-            is_cut: True if something other than the model has ended it, such as a stop string.
+            text: text after the earlier text.
+            is_end: True if no text follows.
+            is_cut: True if something other than the model has ended the text, such as a stop string.
         """
         if text or is_end:
             self._feed(text, is_end=is_end, is_cut=is_cut)
@@ -95,16 +95,10 @@ class Scanner(JsonScanner):
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _scan_all(self, in_reasoning: bool) -> Steps:
-        yield
-        if self._format.messages is not None:
-            yield from self._headed_messages(self._format.messages)
-        else:
-            yield from self._marked_text(in_reasoning)
-
     # formats with delimiters in the text
 
-    def _marked_text(self, in_reasoning: bool) -> Steps:
+    def _delimited_text(self, in_reasoning: bool) -> Steps:
+        """Scan a whole message with delimiters in its text, whose beginning may be reasoning."""
         reasoning, calls = self._format.reasoning, {} if self._names is None else _by_begin(self._format.calls)
         begins = [begin for begin in calls if begin]
         self._call_delimiters = begins
@@ -127,14 +121,19 @@ class Scanner(JsonScanner):
                 return
 
     def _delimiters(self, texts: list[str]) -> Delimiters:
+        """Return the delimiters `texts` and all hidden ones."""
         return Delimiters(tuple(sorted({*texts, *self._hidden.texts})))
 
     def _passage(
         self, delimiters: Delimiters, kind: type[Content] | type[Reasoning], *, keeps_space: bool = False
     ) -> Steps:
-        """Emit text up to a delimiter, which is returned; empty at the end of all.
+        """Emit the text up to the next of some delimiters, and return that delimiter; empty at the end of the text.
 
-        White space at the start is left out, and where it is kept, only if a delimiter follows.
+        Args:
+            delimiters: delimiters that end the passage; they are taken, but not emitted.
+            kind: type of the emitted deltas.
+            keeps_space: False to leave out white space at the start; True to leave it out only if nothing but a
+                delimiter follows.
         """
         space = yield from self._space()
         if not keeps_space:
@@ -157,7 +156,7 @@ class Scanner(JsonScanner):
             yield
 
     def _drop_delimiter(self, delimiters: Delimiters) -> None:
-        """Leave out a delimiter that is cut off at the end of the text."""
+        """Remove a delimiter that is cut off at the end of the text."""
         found = delimiters.partial_suffix.search(self._text, self._position)
         if found is not None and len(found.group()) >= _MIN_DELIMITER_CHARS:
             self._text = self._text[: found.start()]
@@ -166,7 +165,12 @@ class Scanner(JsonScanner):
     # calls
 
     def _run(self, syntaxes: list[CallSyntax], delimiter: str = "") -> Steps:
-        """Take a run of calls, whose delimiter has been taken; what is none becomes text."""
+        """Scan a run of tool calls in the first syntax whose opening follows; text that is no call becomes content.
+
+        Args:
+            syntaxes: syntaxes that begin with the same delimiter.
+            delimiter: that delimiter, which has been taken.
+        """
         self._raw = delimiter
         try:
             yield from self._space()
@@ -187,6 +191,7 @@ class Scanner(JsonScanner):
             self._raw = ""
 
     def _calls(self, syntax: CallSyntax) -> Steps:
+        """Scan adjacent tool calls up to the end of their run, after its opening."""
         is_first = True
         while True:
             if syntax.call_begin and not (yield from self._literal(syntax.call_begin)):
@@ -212,25 +217,21 @@ class Scanner(JsonScanner):
         self._raw = ""
 
     def _call(self, syntax: CallSyntax) -> Steps:
-        if syntax.head is None:
-            yield from self._object(is_bare=not syntax.begin)
-        else:
+        """Scan one tool call without the delimiters around it: a head and arguments, or a JSON object."""
+        if syntax.head is not None:
             name = yield from self._head(syntax)
             yield from self._arguments(name)
-            self._end_call()
-
-    def _object(self, *, is_bare: bool) -> Steps:
-        """Take a call that is an object of JSON, with its keys in any order."""
-        call = _Call(is_bare=is_bare)
-        yield from self._members(call)
-        if not call.has_begun:
-            if not call.name or (is_bare and not call.arguments):
-                raise NotACallError
-            self._begin_call(call.name, call.arguments or "{}")
+        else:
+            call = _Call(is_bare=not syntax.begin)
+            yield from self._members(call)
+            if not call.has_begun:
+                if not call.name or (call.is_bare and not call.arguments):
+                    raise NotACallError
+                self._begin_call(call.name, call.arguments or "{}")
         self._end_call()
 
     def _members(self, call: _Call) -> Steps:
-        """Take an object that says what is called, with its brackets."""
+        """Scan a JSON object with keys in any order, and fill in `call` with its name and arguments."""
         if not (yield from self._literal("{")):
             raise self._missing("{")
         while True:
@@ -245,7 +246,7 @@ class Scanner(JsonScanner):
                 return
 
     def _member(self, call: _Call) -> Steps:
-        """Take a key and its value in the object of a call."""
+        """Scan one key and its value in the JSON object of a call, and fill in `call`."""
         key = yield from self._string()
         yield from self._space()
         if not (yield from self._literal(":")):
@@ -270,7 +271,7 @@ class Scanner(JsonScanner):
             yield from self._value()
 
     def _arguments(self, name: str) -> Steps:
-        """Take the arguments of a call, and emit them as they come if they are JSON; the call begins with them."""
+        """Begin a call to the function `name`, and scan its arguments; emit them as they come if they have brackets."""
         if (yield from self._peek()) in ("{", "["):
             self._begin_call(name)
             yield from self._nested(self._emit_arguments)
@@ -278,22 +279,24 @@ class Scanner(JsonScanner):
             self._begin_call(name, (yield from self._value()))
 
     def _begin_call(self, name: str, arguments: str = "") -> None:
-        """Emit the beginning of a call, and its arguments if they are known."""
+        """Emit the beginning of a call, and its arguments except the last character if they are already known."""
         self._raw = ""
         self._emit(ToolCall(self.num_calls, self._call_id(self.num_calls), name))
         self.num_calls += 1
         self._emit_arguments(arguments[:-1], arguments[-1:])
 
     def _emit_arguments(self, text: str, held: str = "") -> None:
+        """Emit more text of the current call's arguments, and hold back the character `held` until `_end_call`."""
         self._held = held
         self._emit(ToolArguments(self.num_calls - 1, text))
 
     def _end_call(self) -> None:
+        """Emit the last character of the current call's arguments: the call is complete."""
         self._emit_arguments(self._held)
         self.num_whole += 1
 
     def _head(self, syntax: CallSyntax) -> Steps:
-        """Take the text before the arguments of a call, and return the name in it."""
+        """Take the text before a call's arguments, which `syntax.head` describes, and return the function's name."""
         while True:
             end = self._position + MAX_HEAD_CHARS
             found = _BRACE_OR_QUOTE.search(self._text, self._position, end)
@@ -308,6 +311,7 @@ class Scanner(JsonScanner):
         return named["name"]
 
     def _emit(self, delta: MessageDelta) -> None:
+        """Add a delta to the next result of `scan`, joined with the last one if both have the same type."""
         if not isinstance(delta, ToolCall):
             if not delta.text:
                 return
@@ -319,21 +323,19 @@ class Scanner(JsonScanner):
     # formats of messages with headers
 
     def _headed_messages(self, syntax: MessageSyntax) -> Steps:
+        """Scan a whole reply of several messages with headers."""
         body_delimiters = self._delimiters(list(syntax.ends))
         is_start = True
         while True:
             self._raw = ""
             space = yield from self._space()
-            has_head = False
             for start in syntax.starts:
                 if (yield from self._literal(start)):
-                    has_head = True
+                    delimiter = yield from self._headed_message(syntax, body_delimiters)
                     break
-            if not has_head:
+            else:
                 self._emit(Content(space if is_start else ""))
                 delimiter = yield from self._passage(body_delimiters, Content)
-            else:
-                delimiter = yield from self._headed_message(syntax, body_delimiters)
             is_start = False
             if not delimiter:
                 return
@@ -341,12 +343,12 @@ class Scanner(JsonScanner):
                 self._position -= len(delimiter)
 
     def _headed_message(self, syntax: MessageSyntax, body_delimiters: Delimiters) -> Steps:
-        """Take a message whose header has begun; returns the delimiter after it."""
+        """Scan a message whose header has begun, and return the delimiter after it; empty at the end of the text."""
         while (stop := self._text.find(syntax.head_end, self._position, self._position + MAX_HEAD_CHARS)) < 0:
-            if self._is_end or len(self._text) - self._position >= MAX_HEAD_CHARS:
-                if len(self._text) - self._position >= MAX_HEAD_CHARS:  # no header
-                    self._emit(Content(self._hidden.pattern.sub("", self._raw)))
-                    return (yield from self._passage(body_delimiters, Content))
+            if len(self._text) - self._position >= MAX_HEAD_CHARS:  # no header
+                self._emit(Content(self._hidden.pattern.sub("", self._raw)))
+                return (yield from self._passage(body_delimiters, Content))
+            if self._is_end:
                 head = self._raw + self._text[self._position :]
                 self._has_lost |= self._is_cut and syntax.recipient(head).startswith(syntax.functions)
                 self._position = len(self._text)
@@ -365,10 +367,9 @@ class Scanner(JsonScanner):
         return (yield from self._passage(body_delimiters, Reasoning if is_reasoning else Content))
 
     def _headed_call(self, name: str) -> Steps:
-        """Parse a message body as the arguments of a call to the function `name`; if it has no arguments, it remains
-        content.
+        """Scan a message body as the arguments of a call to the function `name`; without arguments it remains content.
 
-        Returns False if the text is cut off inside the arguments, so that nothing follows.
+        Return False if the text is cut off inside the arguments, so that nothing follows.
         """
         try:
             if (yield from self._peek()) in ("{", '"'):
@@ -390,7 +391,8 @@ class Scanner(JsonScanner):
 
 
 def _by_begin(syntaxes: tuple[CallSyntax, ...]) -> dict[str, list[CallSyntax]]:
+    """Group syntaxes by their first delimiter; those without further opening come last in each group."""
     found: dict[str, list[CallSyntax]] = {}
-    for syntax in sorted(syntaxes, key=lambda each: not each.opening):  # syntaxes without one come last
+    for syntax in sorted(syntaxes, key=lambda each: not each.opening):
         found.setdefault(syntax.begin, []).append(syntax)
     return found

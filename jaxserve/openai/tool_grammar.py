@@ -1,4 +1,4 @@
-"""Grammars for messages with forced tool calls, strict schemas or an answer in a given form."""
+"""Grammars for messages with forced tool calls, strict schemas or structured answers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def message_grammar(
 
     Args:
         chat_format: format of the message.
-        tools: the tools. Schemas bind the arguments of forced and of strict tools; given tools that may not be called
-            cannot be.
-        form: form of the answer, which tool calls may replace (or must, if they are forced); None if it is free.
+        tools: tools that the message may call. Arguments of forced and of strict tools must obey their schemas.
+        form: structure of the answer, which tool calls may replace (or must, if they are forced); None for free text.
         in_reasoning: True if the message begins within reasoning.
-        token_id: function that returns a delimiter's token id, or None if the text is not one token.
+        token_id: function that returns a delimiter's token id, or None if the delimiter is not one token.
     """
     if tools.are_forced:
         form = None
@@ -45,20 +44,20 @@ def message_grammar(
     grammar = _Grammar(chat_format.delimiters, token_id)
     try:
         if chat_format.messages is not None:
-            grammar.headed(chat_format.messages, tools, form)
+            grammar.add_headed_messages(chat_format.messages, tools, form)
         else:
-            grammar.marked(chat_format, tools, form, in_reasoning=in_reasoning)
+            grammar.add_delimited_text(chat_format, tools, form, in_reasoning=in_reasoning)
     except RecursionError:
         raise RequestError("JSON schemas of tools and forms must be nested less deeply") from None
     return grammar.text
 
 
 class _Grammar:
-    """Grammar under construction.
+    """Builder of a message's grammar, to which rules are added.
 
     Args:
         delimiters: texts that may be single tokens.
-        token_id: function that returns the id of such a token.
+        token_id: function that returns a delimiter's token id, or None if the delimiter is not one token.
     """
 
     def __init__(self, delimiters: frozenset[str], token_id: Callable[[str], int | None]) -> None:
@@ -68,13 +67,13 @@ class _Grammar:
 
     @property
     def text(self) -> str:
-        """The grammar as text."""
+        """All rules in llguidance's variant of Lark."""
         return "\n".join(["%llguidance {}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{0,4}/", ""])
 
-    def marked(
+    def add_delimited_text(
         self, chat_format: ChatFormat, tools: Tools, form: StructuredOutputsParams | None, *, in_reasoning: bool
     ) -> None:
-        """Write the rules for a message with delimiters in its text."""
+        """Add the rules for a message with delimiters in its text; arguments as in `message_grammar`."""
         reasoning, space = "", ""
         if chat_format.reasoning is not None:
             rest, space = self._up_to("reasoning", chat_format.reasoning.end), "SPACE"
@@ -106,8 +105,8 @@ class _Grammar:
             self._rules.append(f"run: {self._up_to('before', syntax.begin)} {calls}")
             self._rules.append("tail: TEXT")
 
-    def headed(self, syntax: MessageSyntax, tools: Tools, form: StructuredOutputsParams | None) -> None:
-        """Write the rules for messages with headers."""
+    def add_headed_messages(self, syntax: MessageSyntax, tools: Tools, form: StructuredOutputsParams | None) -> None:
+        """Add the rules for a reply of messages with headers; arguments as in `message_grammar`."""
         channel, head_end = self._literal("<|channel|>"), self._literal(syntax.head_end)
         again = f'{self._literal(syntax.begin)} "assistant"'
         bodies, constrained = [], f'{self._literal("<|constrain|>")} "json"'
@@ -130,7 +129,7 @@ class _Grammar:
         self._rules.append(f"start: reasoning* {message}")
 
     def _calls(self, syntax: CallSyntax, tools: Tools) -> str:
-        """Return the rule text for a run of tool calls after its delimiter."""
+        """Add the rule for a tool call, and return the expression for a run of calls after its first delimiter."""
         calls = []
         for number, function in enumerate(tools.functions):
             arguments = self._arguments(number, function, tools)
@@ -147,7 +146,7 @@ class _Grammar:
         return f"{self._literal(syntax.opening)} call {again} {space} {self._literal(syntax.end)}"
 
     def _arguments(self, number: int, function: Function, tools: Tools) -> str:
-        """Add the rule for a function's JSON arguments and return its name; `number` makes the name unique."""
+        """Add the rule for a function's JSON arguments, and return the rule's name, made unique by `number`."""
         schema: dict[str, Any] = {"type": "object"}
         if function.is_strict or tools.are_forced:
             schema |= function.parameters
@@ -155,7 +154,7 @@ class _Grammar:
         return f"arguments_{number}"
 
     def _literal(self, text: str) -> str:
-        """Return the rule text for a literal, with delimiters as tokens if they are tokens."""
+        """Return the expression for exactly this text, with delimiters as token ids if they are tokens."""
         parts, start = [], 0
         for found in self._delimiters.finditer(text):
             if (token_id := self._token_id(found.group())) is not None:
@@ -165,7 +164,7 @@ class _Grammar:
         return " ".join(part for part in parts if part != '""')
 
     def _up_to(self, name: str, delimiter: str) -> str:
-        """Return the rule text for any text up to the next delimiter."""
+        """Return the expression for any text up to a delimiter; a rule that it needs is called `name` and "_text"."""
         if self._token_id(delimiter) is not None:
             return f"TEXT {self._literal(delimiter)}"
         if not any(rule.startswith(f"{name}_text[lazy]") for rule in self._rules):
@@ -174,7 +173,7 @@ class _Grammar:
 
 
 def _call_schema(function: Function, syntax: CallSyntax) -> dict[str, Any]:
-    """Return the JSON schema of a tool call that is a bare object."""
+    """Return the JSON schema of a tool call that is written as a JSON object in this syntax."""
     key = "parameters" if '"parameters"' in syntax.written else "arguments"
     arguments = {"type": "object"} | (_moved(function.parameters, f"/properties/{key}") if function.is_strict else {})
     properties = {"name": {"const": function.name}, key: arguments}
@@ -182,7 +181,7 @@ def _call_schema(function: Function, syntax: CallSyntax) -> dict[str, Any]:
 
 
 def _moved(schema: Any, pointer: str) -> Any:
-    """Return a schema with its references adjusted to its position inside another schema."""
+    """Return a JSON schema whose references stay valid if it is placed at a JSON pointer inside another schema."""
     if isinstance(schema, list):
         return [_moved(each, pointer) for each in schema]
     if not isinstance(schema, dict):
