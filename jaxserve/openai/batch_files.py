@@ -12,7 +12,6 @@ and about 80 MB for hashes of custom_ids, to find duplicates. Blank lines are sk
 """
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import logging
@@ -56,7 +55,7 @@ _DUPLICATE = "duplicate_custom_id"  # error code
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """Summary of output file and run.
+    """Numbers of records and tokens of a batch's output file and last run.
 
     Attributes:
         num_records: records in the output file.
@@ -77,19 +76,28 @@ class BatchSummary:
 
 @dataclass(slots=True)
 class _Line:
-    """Input line that is being served."""
+    """Input line whose request is being served.
+
+    Attributes:
+        number: line number from 1.
+        custom_id: the client's name for the request.
+        fingerprint: hash of line and run seed.
+        request: parsed request.
+        outputs: finished outputs by prompt index.
+        failed: True once the line has an error record.
+    """
 
     number: int
     custom_id: str
     fingerprint: str
     request: ParsedRequest
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # finished outputs by prompt index
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)
     failed: bool = False
 
 
 @dataclass(slots=True)
-class _InFlight:
-    """A line's prompt, waiting or in the engine."""
+class _LinePrompt:
+    """Prompt number `index` of a line's request, waiting or in the engine."""
 
     line: _Line
     index: int
@@ -174,7 +182,7 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
 
 
 def _context(engine: BatchEngine, model_names: Sequence[str]) -> BodyContext:
-    """Return the context for an engine without a server."""
+    """Return the context for reading bodies without a server; `model_names` as in `run_batch`."""
     tokenizer, config = engine.tokenizer, engine.config
 
     def check_prompt(text: str) -> None:
@@ -195,6 +203,7 @@ def _context(engine: BatchEngine, model_names: Sequence[str]) -> BodyContext:
 def _open_files(
     in_path: str | Path, out_path: str | Path, key: bytes
 ) -> Iterator[tuple[IO[bytes], BatchOutput, DoneLines]]:
+    """Open and check a batch's files for a run seed `key`; yield input, output and the lines with a record."""
     with open_input(Path(in_path)) as lines:
         check_output(Path(out_path), Path(in_path))
         with BatchOutput(Path(out_path)) as out:
@@ -207,7 +216,22 @@ def _key(seed: int) -> bytes:
 
 @dataclass(slots=True)
 class _BatchRun:
-    """Main loop: admit requests up to the window's size, wait, write records."""
+    """Run of a batch: it adds requests to the engine up to a maximum number of sequences, and writes their records.
+
+    Attributes:
+        engine: engine that serves the requests.
+        out: output file.
+        done: lines that had a record when the run began.
+        key: run seed.
+        context, urls, on_record, adapt: arguments of `run_batch`.
+        fingerprint: name of the engine's configuration.
+        window: maximum number of sequences in flight.
+        progress: display of the progress.
+        in_flight: prompts in the engine by request id.
+        num_sequences: number of sequences in flight.
+        prompt_tokens: prompt tokens so far.
+        completion_tokens: generated tokens so far.
+    """
 
     engine: BatchEngine
     out: BatchOutput
@@ -220,18 +244,18 @@ class _BatchRun:
     on_record: Callable[[int, int], None]
     adapt: Callable[[ParsedRequest], ParsedRequest]
     progress: BatchProgress
-    in_flight: dict[str, _InFlight] = field(default_factory=dict)  # keys are request ids
-    num_sequences: int = 0  # sequences in flight
+    in_flight: dict[str, _LinePrompt] = field(default_factory=dict)
+    num_sequences: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
     def run(self, lines: IO[bytes]) -> BatchSummary:
-        """Serve every line that has no record yet."""
+        """Serve every input line that has no record yet, and return the numbers of this run."""
         start_s = time.monotonic()
         queue = self._prompts(lines)
         waiting = next(queue, None)
         while waiting or self.in_flight:
-            while waiting and self._has_room(waiting.line.request.params.n):
+            while waiting and (not self.in_flight or self.num_sequences + waiting.line.request.params.n <= self.window):
                 self._admit(waiting)
                 waiting = next(queue, None)
             if self.in_flight:
@@ -253,15 +277,14 @@ class _BatchRun:
             self.engine.abort(request_id)
         self.in_flight.clear()
 
-    def _prompts(self, lines: IO[bytes]) -> Iterator[_InFlight]:
-        """Yield the prompts to serve, in input order; write error records for invalid lines."""
+    def _prompts(self, lines: IO[bytes]) -> Iterator[_LinePrompt]:
+        """Yield the prompts of all lines without a record, in input order; write error records for invalid lines."""
         seen: set[int] = set()
         for number, raw in numbered_lines(lines):
             custom_id: Any = None
             try:
                 content = _parse_json(raw)
                 custom_id = content.get("custom_id")
-                _check_custom_id(custom_id)
                 _claim(custom_id, seen)
                 if number in self.done:
                     continue
@@ -273,25 +296,24 @@ class _BatchRun:
                     self._write_error(number, None if is_duplicate else custom_id, fingerprint, line_error)
             else:
                 line = _Line(number, custom_id, fingerprint_of(raw, self.key), request)
-                yield from (_InFlight(line, index) for index in range(len(request.prompts)))
+                yield from (_LinePrompt(line, index) for index in range(len(request.prompts)))
 
     def _parse(self, content: Json) -> ParsedRequest:
+        """Return the request in a line's JSON object."""
         url = BodyReader().read(content, _LINE_FIELDS, "the line").get("url")
         if url not in self.urls:
             message = f"url must be {' or '.join(self.urls)}, got {brief(url)}"
             raise BadRequestError(message, "url", "invalid_url")
         return parse(url, content.get("body"), self.context)
 
-    def _has_room(self, num_sequences: int) -> bool:
-        return not self.in_flight or self.num_sequences + num_sequences <= self.window
-
-    def _admit(self, prompt: _InFlight) -> None:
+    def _admit(self, prompt: _LinePrompt) -> None:
+        """Add a prompt to the engine; if that fails, fail its line."""
         line, index = prompt.line, prompt.index
         if line.failed:
             return
         request_id, request, params = f"batch-{line.number}-{index}", line.request, line.request.params
         if params.seed is None:
-            params = dataclasses.replace(params, seed=_derived_seed(self.key, line.number, index))
+            params = replace(params, seed=_derived_seed(self.key, line.number, index))
         try:
             wanted = request.pooling or params
             self.engine.add_request(request_id, request.prompts[index], wanted, cache_salt=request.cache_salt)
@@ -305,6 +327,7 @@ class _BatchRun:
         self.num_sequences += params.n
 
     def _wait(self) -> None:
+        """Wait for ended requests, and finish or fail their lines."""
         if not self.engine.has_unfinished():
             raise RuntimeError(f"the engine lost the requests {sorted(self.in_flight)}")
         for output in self.engine.wait():
@@ -317,6 +340,7 @@ class _BatchRun:
                 self._finish(output)
 
     def _finish(self, output: RequestOutput) -> None:
+        """Add an ended prompt's output to its line, and write the line's record after its last prompt."""
         prompt = self._forget(output.request_id)
         line = prompt.line
         self.prompt_tokens += len(output.prompt_token_ids)
@@ -334,6 +358,7 @@ class _BatchRun:
                 self._write(make_record(line.number, line.custom_id, line.fingerprint, 200, body, None))
 
     def _response(self, line: _Line) -> Json:
+        """Return the whole reply to a line's request, all of whose prompts have ended."""
         outputs = [line.outputs[index] for index in range(len(line.outputs))]
         reply = INTERFACES[line.request.url].new_reply(
             line.request,
@@ -346,18 +371,21 @@ class _BatchRun:
         return reply.body(outputs)
 
     def _fail(self, line: _Line, error: RequestError) -> None:
+        """Abort a line's prompts in the engine, and write its error record."""
         line.failed = True
         for request_id in [i for i, prompt in self.in_flight.items() if prompt.line is line]:
             self._forget(request_id)
             self.engine.abort(request_id)
         self._write_error(line.number, line.custom_id, line.fingerprint, error)
 
-    def _forget(self, request_id: str) -> _InFlight:
+    def _forget(self, request_id: str) -> _LinePrompt:
+        """Remove an ended prompt from those in flight, and return it."""
         prompt = self.in_flight.pop(request_id)
         self.num_sequences -= prompt.line.request.params.n
         return prompt
 
     def _write_error(self, number: int, custom_id: Any, fingerprint: str, error: RequestError) -> None:
+        """Write the error record of line `number`; its `custom_id` may be invalid."""
         body = error_body(error)
         short = {"code": body["error"]["code"], "message": body["error"]["message"]}
         custom_id = custom_id if type(custom_id) in (str, int) else None  # invalid ids are in the message
@@ -366,12 +394,14 @@ class _BatchRun:
         self._write(make_record(number, custom_id, fingerprint, status_code, body, short))
 
     def _write(self, record: Json) -> None:
+        """Append a record to the output, and report the progress."""
         self.out.append(record)
         self.progress.update()
         self.on_record(self.out.num_records, self.out.num_errors)
 
 
 def _parse_json(raw: bytes) -> Json:
+    """Return an input line's JSON object; BadRequestError unless it is one of at most MAX_LINE_BYTES."""
     if len(raw) > MAX_LINE_BYTES:
         message = f"a line must be at most {MAX_LINE_BYTES} bytes, got more; spread its prompts over several lines"
         raise BadRequestError(message, code="line_too_long")
@@ -388,11 +418,6 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_custom_id(custom_id: object) -> None:
-    if not isinstance(custom_id, str) or not custom_id:
-        raise BadRequestError(f"custom_id must be a non-empty string, got {brief(custom_id)}", "custom_id")
-
-
 def _line_error(number: int, error: Exception) -> RequestError:
     """Return the error for the line's record; unexpected errors are logged with their traceback."""
     if isinstance(error, RequestError):
@@ -401,8 +426,10 @@ def _line_error(number: int, error: Exception) -> RequestError:
     return BadRequestError(f"the line could not be served: {error!r}", None, "internal_error", 500)
 
 
-def _claim(custom_id: str, seen: set[int]) -> None:
-    """Add a custom_id's hash to `seen`; BadRequestError if an earlier line has it."""
+def _claim(custom_id: object, seen: set[int]) -> None:
+    """Add a custom_id's hash to `seen`; BadRequestError if it is no name, or if an earlier line has it."""
+    if not isinstance(custom_id, str) or not custom_id:
+        raise BadRequestError(f"custom_id must be a non-empty string, got {brief(custom_id)}", "custom_id")
     if hash(custom_id) in seen:
         raise BadRequestError(
             f"custom_id must be unique in the file, got {brief(custom_id)} again; this record has none, so that the id "
@@ -414,5 +441,6 @@ def _claim(custom_id: str, seen: set[int]) -> None:
 
 
 def _derived_seed(key: bytes, number: int, index: int) -> int:
+    """Return the 63-bit sampling seed for a prompt of line `number`, derived from the run seed `key`."""
     digest = hashlib.blake2b(f"{number}/{index}".encode(), digest_size=8, key=key, person=b"batch seed").digest()
     return int.from_bytes(digest, "little") >> 1

@@ -32,9 +32,15 @@ _RECORD = re.compile(  # a record's beginning, with the fields in the order of `
 
 @dataclass(slots=True)
 class DoneLines:
-    """Lines with a record, one bit each, and the number of lines."""
+    """Set of the input lines that have a record, as one bit per line.
 
-    num_lines: int = 0  # blank lines are not counted
+    Attributes:
+        num_lines: number of input lines that are not blank.
+        num_records: number of lines in the set.
+        bits: bit for each line number, lowest first.
+    """
+
+    num_lines: int = 0
     num_records: int = 0
     bits: bytearray = field(default_factory=bytearray)
 
@@ -42,14 +48,23 @@ class DoneLines:
         return number >> 3 < len(self.bits) and bool(self.bits[number >> 3] >> (number & 7) & 1)
 
     def add(self, number: int) -> None:
-        """Mark a line as done."""
+        """Add a line number to the set."""
         self.bits.extend(bytes(max(0, (number >> 3) + 1 - len(self.bits))))
         self.bits[number >> 3] |= 1 << (number & 7)
         self.num_records += 1
 
 
 class BatchOutput:
-    """Locked output file to which records are appended."""
+    """Output file of a batch, open for appending records; other processes cannot open it inside the context.
+
+    Args:
+        path: output file, created if it does not exist.
+
+    Attributes:
+        path: output file.
+        num_records: number of records in the file.
+        num_errors: number of records of failed requests.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,7 +94,18 @@ class BatchOutput:
         os.close(self._fd)
 
     def resume(self, lines: IO[bytes], key: bytes) -> DoneLines:
-        """Return the lines that have a record; truncate a partial record once the others are checked."""
+        """Check the file's records against a batch's input, and drop a partial record at the end.
+
+        Args:
+            lines: input file.
+            key: run seed, part of the records' fingerprints.
+
+        Returns:
+            The input lines that have a record.
+
+        Raises:
+            ConfigError: the records belong to another input or seed; the file is unchanged.
+        """
         fingerprints, size = self._scan(max_number=os.fstat(lines.fileno()).st_size)
         done = DoneLines()
         for number, raw in numbered_lines(lines):
@@ -94,7 +120,7 @@ class BatchOutput:
         return done
 
     def append(self, record: Json) -> None:
-        """Append one record."""
+        """Append one record as a line of JSON."""
         data = memoryview(json.dumps(record).encode("ascii") + b"\n")
         while data:  # one write suffices unless the disk is full; then the second one raises
             data = data[os.write(self._fd, data) :]
@@ -104,7 +130,10 @@ class BatchOutput:
             self._synced_s = time.monotonic()
 
     def _scan(self, max_number: int) -> tuple["array[int]", int]:
-        """Return fingerprints by line number (0 without a record), and the total size of whole records in bytes."""
+        """Read all records; return their fingerprints by line number (0: no record), and their total size in bytes.
+
+        Line numbers above `max_number` are refused.
+        """
         fingerprints: array[int] = array("Q")
         size = 0
         with open(self._fd, "rb", closefd=False) as file:
@@ -128,6 +157,7 @@ class BatchOutput:
         return fingerprints, size
 
     def _foreign(self, reason: str) -> ConfigError:
+        """Return the error for a file with records of another batch."""
         return ConfigError(f"{self.path} does not belong to this batch: {reason}; choose another output file")
 
 

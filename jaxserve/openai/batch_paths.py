@@ -1,4 +1,4 @@
-"""Paths of a batch: errors of files that cannot be its input or its output, before anything is served."""
+"""Checks of a batch's input and output paths, before anything is served."""
 
 import stat
 from pathlib import Path
@@ -9,7 +9,7 @@ from jaxserve.system.whole_file import check_writable
 
 
 def open_input(path: Path) -> IO[bytes]:
-    """Open the input of a batch; ConfigError unless it is a regular file that can be read."""
+    """Open the input file of a batch; ConfigError unless it is a regular file that can be read."""
     must = f"the batch input must be a regular file that can be read, got {path}"
     try:
         mode = path.stat().st_mode  # looked at before it is opened, as a pipe could block
@@ -25,9 +25,7 @@ def open_input(path: Path) -> IO[bytes]:
 
 
 def check_output(path: Path, in_path: Path) -> None:
-    """Raise ConfigError unless the batch's output file can be created, or already exists as a regular file to be
-    resumed.
-    """
+    """Raise ConfigError unless a batch's output `path` is a regular file to resume, or can be created."""
     must, other = f"the batch output must be a regular file that can be written, got {path}", "choose another output"
     try:
         mode = path.stat().st_mode
@@ -45,6 +43,7 @@ def check_output(path: Path, in_path: Path) -> None:
 
 
 def _check_new(path: Path, must: str, other: str) -> None:
+    """Raise ConfigError if a new file cannot be created; the message begins with `must` and ends with `other`."""
     folder = path.resolve().parent  # folder of the file that a link names
     if not folder.is_dir():
         found = next(each for each in (folder, *folder.parents) if each.exists())

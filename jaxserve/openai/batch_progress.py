@@ -1,5 +1,6 @@
 """Progress of a batch: a bar on a terminal, elsewhere a line every half minute."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -10,10 +11,9 @@ from jaxserve.system.ticker import Ticker
 
 
 class BatchProgress:
-    """Context that shows how far a batch is.
+    """Context that shows a batch's progress and its estimated remaining time on stderr.
 
-    The remaining time is estimated from the records after this run's first one, as that may have waited for programs
-    to load.
+    The estimate counts the records after this run's first one, which may have waited for programs to load.
 
     Args:
         done: lines that had a record when the run began.
@@ -26,59 +26,59 @@ class BatchProgress:
         self._num_done, self._clock = done.num_records, clock
         self._first_s: float | None = None
         self._note = ""
-        self._bar: Any = None
-        self._ticker: Ticker | None = None
-        if is_wanted and sys.stderr.isatty():
-            self._bar = _bar(done)
+        self._bar = _bar(done) if is_wanted and sys.stderr.isatty() else None
+        self._display: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._bar is not None:
+            self._display = contextlib.closing(self._bar)
         elif is_wanted:
-            self._ticker = Ticker(self.line)
+            self._display = Ticker(self.line)
 
     def __enter__(self) -> "BatchProgress":
-        if self._ticker is not None:
-            self._ticker.__enter__()
+        self._display.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._ticker is not None:
-            self._ticker.__exit__()
-        if self._bar is not None:
-            self._bar.close()
+        self._display.__exit__(None, None, None)
 
     def update(self) -> None:
-        """Count a record that was written."""
+        """Count a record that was written, and draw the bar."""
         if self._first_s is None:
             self._first_s = self._clock()
         self._num_done += 1
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._details(), refresh=False)
-            self._bar.update()
+        self._draw(1)
 
     def note(self, text: str) -> None:
         """Set a text that is shown after the number of records; called between records, it keeps a bar up to date."""
         self._note = text
+        self._draw(0)
+
+    def _draw(self, num_new: int) -> None:
+        """Advance the bar by `num_new` records; it appears on the screen if the last time was long ago."""
         if self._bar is not None:
             self._bar.set_postfix_str(self._details(), refresh=False)
-            self._bar.update(0)  # draws it if the last time was long ago
+            self._bar.update(num_new)
 
     def left_s(self) -> float | None:
-        """Return the estimated time to the last record; None before two records of this run."""
+        """Return the estimated time to the last record in seconds; None before two records of this run."""
         num_timed = self._num_done - self._num_resumed - 1
         if self._first_s is None or num_timed < 1:
             return None
         return (self._total - self._num_done) * (self._clock() - self._first_s) / num_timed
 
     def line(self) -> str:
-        """Return a line with the progress of the batch."""
+        """Return the numbers of records and the remaining time as a line of text."""
         resumed = f" ({self._num_resumed} from before)" if self._num_resumed else ""
         return f"batch: {self._num_done} of {self._total} records{resumed}, {self._details()}"
 
     def _details(self) -> str:
+        """Return the estimated remaining time, and the text of the last `note`."""
         left_s = self.left_s()
         estimate = "no estimate yet" if left_s is None else f"about {_duration(left_s)} left"
         return f"{estimate}, {self._note}" if self._note else estimate
 
 
 def _bar(done: DoneLines) -> Any:
+    """Return a tqdm bar for all lines of a batch, after those that are done."""
     from tqdm import tqdm  # noqa: PLC0415 - not needed to parse a command line
 
     bar_format = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"

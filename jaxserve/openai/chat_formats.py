@@ -214,7 +214,7 @@ REASONING_FORMATS: dict[str, ChatFormat] = {
     "mistral": ChatFormat(ReasoningDelimiters("[THINK]", "[/THINK]")),
     "openai_gptoss": ChatFormat(messages=_HARMONY),
 }
-PLAIN_TOOL_CALLS = CallSyntax("", opening="[", separator=",", end="]")  # for forced calls of models without a syntax
+PLAIN_TOOL_CALLS = CallSyntax("", opening="[", separator=",", end="]")  # syntax for forced calls if the model has none
 
 
 def chat_format(templates: Iterable[str], tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> ChatFormat:

@@ -63,7 +63,7 @@ def ignored(field: BodyField) -> BodyField:
 
 
 def only(*values: Any, why: str = "it is not supported") -> BodyField:
-    """Return the field of an unsupported feature, which may only have the `values` that switch the feature off.
+    """Return the field for an unsupported feature: it may only have the `values` that switch the feature off.
 
     Without values the field must be left out. `why` is the reason in error messages.
     """
@@ -86,7 +86,7 @@ class BodyReader:
     """Reader for the JSON objects in one request body; it checks them against their declared fields.
 
     Attributes:
-        ignored: names of the fields without effect that were read so far.
+        ignored: ignored fields that were read so far.
     """
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class BodyReader:
     def read(
         self, content: object, fields: ObjectFields, where: str = "the body", param: str | None = None, prefix: str = ""
     ) -> Json:
-        """Check an object, and return the values of its fields that have an effect, in the order of `fields`.
+        """Check an object against its declared fields, and return the values that have an effect, in declared order.
 
         Args:
             content: JSON value that must be an object.
-            fields: declaration of its fields.
+            fields: declared fields by name.
             where: name of the object in messages, such as "tool_choice".
             param: body field that errors name; None to name the object's field.
             prefix: prefix of ignored field names.
@@ -132,11 +132,11 @@ class BodyReader:
         default: str | None = None,
         prefix: str = "",
     ) -> tuple[str, Json]:
-        """Check an object whose fields depend on its `type`; return that type and the values of the other fields.
+        """Check an object whose fields depend on its `type`; return the type and the other fields' values.
 
         Args:
             content: JSON value that must be an object.
-            variants: declaration of the other fields, by type.
+            variants: declared other fields, by type.
             where: the same as in `read`.
             param: the same as in `read`.
             default: type for objects without one.
@@ -159,7 +159,7 @@ def _no_object(content: object, where: str, param: str) -> BadRequestError:
 def _unknown_fields(
     where: str, unknown: Sequence[str], supported: Collection[str], param: str | None
 ) -> BadRequestError:
-    """Return the error for the `unknown` fields of the object `where`, with similar `supported` fields as advice."""
+    """Return the error for `unknown` fields in the object `where`, with similar `supported` fields as advice."""
     advice = "".join(f"; {name} is now {_SUCCESSORS[name]}" for name in unknown if name in _SUCCESSORS)
     hint = did_you_mean((name for name in unknown if name not in _SUCCESSORS), supported)
     others = f"supported are {sorted(supported)}" if supported else "no field of it has an effect here"

@@ -1,4 +1,4 @@
-"""Message deltas: parts of a generated message, from which every interface makes its whole and streamed replies."""
+"""Message deltas: parts of a generated message. All interfaces make their whole and streamed replies from them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class ToolCall(NamedTuple):
     """Delta that begins a tool call.
 
     Attributes:
-        number: index of the call in its message.
-        call_id: unique id of the call, to which the message with its result refers.
-        name: name of the called function.
+        number: index among the message's calls.
+        call_id: unique id, to which the message with the result refers.
+        name: called function.
     """
 
     number: int
@@ -39,10 +39,10 @@ class ToolCall(NamedTuple):
 
 
 class ToolArguments(NamedTuple):
-    """Delta with further JSON text of a tool call's arguments, after the call's `ToolCall`.
+    """Delta with further JSON text for the arguments of a call that has begun.
 
     Attributes:
-        number: index of the call in its message.
+        number: index among the message's calls.
         text: next part of the JSON text.
     """
 
@@ -66,7 +66,7 @@ class DeltaReader:
         self._scanner, self._shows_reasoning, self._is_named = scanner, shows_reasoning, is_named
 
     def read(self, increment: Increment) -> list[MessageDelta]:
-        """Return the deltas for the text of the next increment; the last one releases all text that was held back."""
+        """Return the deltas for the next increment's text; the last increment releases all text that was held back."""
         if self._scanner is None:
             return [Content(increment.text)] if increment.text else []
         reason = increment.finish_reason
@@ -76,7 +76,7 @@ class DeltaReader:
 
     @property
     def has_calls(self) -> bool:
-        """True if the message so far has tool calls, all of them complete."""
+        """True if the message so far has tool calls, and all are complete."""
         return self._scanner is not None and self._scanner.num_calls > 0 and not self._scanner.has_cut_call
 
     def finish_reason(self, increment: Increment) -> str | None:
@@ -86,7 +86,7 @@ class DeltaReader:
 
 
 def delta_json(delta: MessageDelta) -> Json:
-    """Return a message delta as the `delta` object of OpenAI's chat chunks."""
+    """Return a message delta as the `delta` object in OpenAI's chat chunks."""
     match delta:
         case Content(text):
             return {"content": text}
@@ -100,10 +100,10 @@ def delta_json(delta: MessageDelta) -> Json:
 
 
 def whole_message(deltas: Iterable[MessageDelta]) -> Json:
-    """Return the `message` object of OpenAI's chats; its content is null only if tool calls replace it.
+    """Return OpenAI's `message` object; its content is null only if tool calls replace it.
 
     Args:
-        deltas: all deltas of the message.
+        deltas: the message's deltas.
     """
     contents: list[str] = []
     reasoning: list[str] = []

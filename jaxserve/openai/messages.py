@@ -132,7 +132,7 @@ def message_to_chat(body: Json, *, has_output: bool = True) -> Translation:
 
 
 def _read_messages(messages: list[Any], turns: _Turns, reader: BodyReader) -> str:
-    """Add all `messages` of a request to `turns`; return the role of the last one."""
+    """Add a request's `messages` to `turns`; return the last one's role."""
     role = ""
     for message in messages:
         given = reader.read(message, _MESSAGE, "a message", "messages")
@@ -145,7 +145,7 @@ def _read_messages(messages: list[Any], turns: _Turns, reader: BodyReader) -> st
 
 
 def _tool(tool: Any, reader: BodyReader) -> Json:
-    """Return an Anthropic tool in the format of chats."""
+    """Return an Anthropic tool in OpenAI's chat format."""
     _, function = reader.read_variant(tool, {"custom": _TOOL}, "a tool", "tools", default="custom", prefix="tools.")
     first = {"name": function.pop("name"), "parameters": function.pop("input_schema")}
     return {"type": "function", "function": first | function}
@@ -173,7 +173,7 @@ class _Turns:
         self._reader = reader
 
     def content(self, content: Any, param: str) -> str | list[Json]:
-        """Return text, or a list of text blocks in the field `param`, as the content of a chat message."""
+        """Return text, or a list of text blocks in the field `param`, as a chat message's content."""
         if isinstance(content, str):
             return content
         return [
@@ -191,7 +191,7 @@ class _Turns:
         return (self._reader.read_variant(block, variants, where, param) for block in content)
 
     def add(self, role: str, content: Any) -> None:
-        """Add the content of one of Anthropic's messages; adjacent messages with the same role become one message."""
+        """Add an Anthropic message; adjacent messages with the same role become one chat message."""
         if role == "assistant" and (not self.messages or self.messages[-1]["role"] != "assistant"):
             self.messages.append({"role": role, "content": ""})
         if isinstance(content, str):
@@ -203,7 +203,7 @@ class _Turns:
             raise BadRequestError("a message must have at least one block", "messages")
 
     def _add_block(self, role: str, name: str, block: Json) -> None:
-        """Add a content block of the type `name`: to the last message, or tool results as a new one."""
+        """Add a content block with the type `name`: tool results as a new message, others to the last one."""
         turn = self.messages[-1] if self.messages else {}
         match name:
             case "text":

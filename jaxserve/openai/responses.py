@@ -176,14 +176,14 @@ def _called_tools(tools: Sequence[Any], reader: BodyReader, prefix: str) -> list
 def _functions(
     tools: Sequence[Any], variants: Mapping[str, ObjectFields], reader: BodyReader, param: str
 ) -> list[Json]:
-    """Return tools of the field `param` in the format of chats; `variants` declares their fields."""
+    """Return the tools in the field `param` in OpenAI's chat format; `variants` declares their fields."""
     where = "a tool" if param == "tools" else f"a tool of {param}"
     read = (reader.read_variant(tool, variants, where, param)[1] for tool in tools)
     return [{"type": "function", "function": function} for function in read]
 
 
 def _tool_choice(given: Any, reader: BodyReader) -> Any:
-    """Return a request's `tool_choice` in the format of chats."""
+    """Return a request's `tool_choice` in OpenAI's chat format."""
     if isinstance(given, str):
         return given
     name, choice = reader.read_variant(given, _CHOICES, "tool_choice", "tool_choice")
@@ -263,7 +263,7 @@ class _Turns:
         return self.messages[-1]
 
     def _content(self, content: Any) -> str | list[Json]:
-        """Return text, or a list of an item's content parts, as the content of a chat message."""
+        """Return text, or a list of an item's content parts, as a chat message's content."""
         if isinstance(content, str):
             return content
         if not isinstance(content, list):

@@ -169,7 +169,7 @@ class Scanner(JsonScanner):
 
         Args:
             syntaxes: syntaxes that begin with the same delimiter.
-            delimiter: that delimiter, which has been taken.
+            delimiter: delimiter that has been taken.
         """
         self._raw = delimiter
         try:
