@@ -78,9 +78,14 @@ class Acceptance:
         self._offered[slots] = self._accepted[slots] = 0
 
     def add(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
-        """Count rounds [rows, rounds] of some slots.
+        """Count the accepted tokens of some slots by draft position.
 
         A position counts if a token was wanted there, proposed or not, and all earlier ones were accepted.
+
+        Args:
+            slots: slots of the rows.
+            wanted: tokens that were requested from the proposer, [rows, rounds].
+            accepted: accepted tokens, [rows, rounds].
         """
         drafting = wanted.any(axis=1)
         chosen, wanted, accepted = np.asarray(slots)[drafting], wanted[drafting], accepted[drafting]
@@ -97,14 +102,18 @@ class Acceptance:
         self._all_accepted += taken.sum(axis=(0, 1)) / len(chosen)
 
     def fade(self, factor: float) -> None:
-        """Reduce all earlier counts."""
+        """Multiply all counts by a factor below 1."""
         self._offered *= factor
         self._accepted *= factor
         self._all_offered *= factor
         self._all_accepted *= factor
 
     def chances(self, slots: Sequence[int]) -> NDArray[np.float64]:
-        """Return the probability that each drafted token of these slots is accepted together with all earlier ones."""
+        """Return the probability that a token is accepted together with all earlier ones, as [slots, K].
+
+        Args:
+            slots: slots of the rows.
+        """
         prior = (self._all_accepted + FIRST_GUESS) / (self._all_offered + 1)
         found = self._accepted[slots] + PRIOR_ROUNDS * prior
         chances: NDArray[np.float64] = np.cumprod(found / (self._offered[slots] + PRIOR_ROUNDS), axis=1)
@@ -113,14 +122,14 @@ class Acceptance:
 
 @dataclass(slots=True)
 class _Probe:
-    """Dispatches of a kind other than the best."""
+    """A few dispatches of another kind than the best one, to measure its time or acceptance."""
 
     program: StepShape
-    kind: int
-    sort: str  # kind of probe that its loss is charged to
+    kind: int  # dispatch kind: SINGLE, SEVERAL, or number of drafted tokens
+    purpose: str  # PLAIN, DRAFTS or SCOUT: the time credit from which it is paid
     num_left: int  # dispatches not yet chosen
     is_scout: bool = False
-    usual_s: float = 0.0  # usual time per token of every row
+    usual_s: float = 0.0  # time of the best kind until every row has one more token
     num_running: int = 0  # dispatches in flight
 
 
@@ -164,7 +173,7 @@ class Pacer:
         self._acceptance.admit(slots)
 
     def choose(self, program: StepShape, slots: Sequence[int], max_steps: int = 1) -> tuple[NDArray[np.int64], int]:
-        """Return the tokens to draft for each running slot, and the maximum rounds of the dispatch.
+        """Return the number of tokens to draft for each running slot, and the maximum rounds of the dispatch.
 
         All zeros mean plain steps.
 
@@ -194,10 +203,14 @@ class Pacer:
         return wanted, num_rounds
 
     def launched(self, num_drafts: int, num_rounds: int) -> bool:
-        """Note the largest draft and the number of rounds in the dispatch planned after the latest choice.
+        """Record the dispatch that was planned after the latest choice.
 
         It may differ from the choice if pages are short or a request can join. A probe is then given up, and after a
         draft probe it takes some time until the next.
+
+        Args:
+            num_drafts: maximum tokens drafted for a row in a round.
+            num_rounds: maximum rounds.
 
         Returns:
             True if the dispatch is a scout.
@@ -210,7 +223,7 @@ class Pacer:
             probe.num_running += 1
             return probe.is_scout
         if probe.kind > 0:
-            self._credit_s[probe.program][probe.sort] = -MAX_CREDIT_S
+            self._credit_s[probe.program][probe.purpose] = -MAX_CREDIT_S
         times = self._step_time.dispatches(probe.program)
         times.kinds[probe.kind].measured_s = self._now_s  # schedule a different kind next
         probe.num_left = 0
@@ -229,7 +242,10 @@ class Pacer:
         *,
         is_scout: bool = False,
     ) -> None:
-        """Note the end of a dispatch in which all rows were decoding.
+        """Record the end of a dispatch in which all rows were decoding, and its time since the previous end.
+
+        Host time is thus included. The first dispatch of a kind is not timed, because a draft model may have had to
+        catch up.
 
         Args:
             program: program that was chosen for this number of rows.
@@ -238,9 +254,7 @@ class Pacer:
             num_rounds: executed rounds or steps.
             num_tokens: mean tokens per row; in a scout, per drafting row.
             end_s: end time.
-
-        The time since the previous end counts, so that host time is included. The first dispatch of a kind is excluded,
-        because a draft model may have had to catch up.
+            is_scout: True if `launched` reported a scout.
         """
         kind, last, seconds = self._kind(num_drafts, num_planned), self._last, end_s - self._now_s
         self._last, self._now_s = (program, kind, is_scout), end_s
@@ -250,7 +264,7 @@ class Pacer:
             is_probe = True
             probe.num_running -= 1
             if last is not None:
-                credit_s[probe.sort] -= seconds - (num_rounds if is_scout else num_tokens) * probe.usual_s
+                credit_s[probe.purpose] -= seconds - (num_rounds if is_scout else num_tokens) * probe.usual_s
             if not (probe.num_running or probe.num_left):
                 self._probe = None
                 if is_scout and num_tokens * probe.usual_s > num_rounds * times.guess_s(num_drafts):
@@ -258,27 +272,34 @@ class Pacer:
                     self._probe = _Probe(program, probe.kind, SCOUT, PROBES)
         if last is None:
             return
-        for sort, fraction in PROBE_FRACTION.items():
-            is_rare = sort == DRAFTS and times.has_scouts
-            credit_s[sort] = min(credit_s[sort] + (RARE_FRACTION if is_rare else fraction) * seconds, MAX_CREDIT_S)
+        for purpose, fraction in PROBE_FRACTION.items():
+            earned_s = (RARE_FRACTION if purpose == DRAFTS and times.has_scouts else fraction) * seconds
+            credit_s[purpose] = min(credit_s[purpose] + earned_s, MAX_CREDIT_S)
         credit_s[PLAIN] = max(credit_s[PLAIN], -MAX_CREDIT_S)  # the machine was slow for a moment, not this kind
         is_timed = last == self._last and num_rounds and not is_scout
         if not is_timed or times.add(kind, num_rounds, seconds, end_s, is_probe=is_probe):
             self._again = None
 
     def accepted(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
-        """Note the wanted and accepted draft tokens in each round [rows, rounds] of some slots."""
+        """Record the wanted and accepted draft tokens of some slots, [rows, rounds]."""
         self._acceptance.add(slots, wanted, accepted)
 
     def pause(self) -> None:
-        """Note that other work ran, so that the next end reveals no dispatch time."""
+        """Give up the current probe, and do not time the dispatch that ends next, because other work ran."""
         self._last = self._probe = None
 
     def _kind(self, num_drafts: int, num_rounds: int) -> int:
+        """Return the kind of a dispatch: its draft length, or for 0 SINGLE or SEVERAL by its number of rounds."""
         return num_drafts or (SEVERAL if self._is_timed and num_rounds > 1 else SINGLE)
 
     def _best(self, program: StepShape, chances: NDArray[np.float64] | None, max_steps: int) -> tuple[int, bool]:
-        """Return the kind of the next dispatch, and whether it must be exactly that kind to be measured."""
+        """Return the kind of the next dispatch, and whether it must be exactly that kind to be measured.
+
+        Args:
+            program: program that holds the rows.
+            chances: acceptance probabilities, [slots, K]; None if no row may draft.
+            max_steps: maximum steps of a plain dispatch.
+        """
         times, drafts = self._step_time.dispatches(program), self._max_drafts if chances is not None else 0
         has_several = self._is_timed and max_steps > 1 and times.step_s <= self._dispatch_s / 2
         plain = [SINGLE, SEVERAL] if has_several else [SINGLE]
@@ -298,8 +319,13 @@ class Pacer:
         return self._probed(program, usual, [*plain, *others], usual_s)
 
     def _probed(self, program: StepShape, usual: int, kinds: Sequence[int], usual_s: float) -> tuple[int, bool]:
-        """Return the same as `_best`, replaced by a probe if one is due; `usual_s` is the usual time per token of every
-        row.
+        """Return the kind of the next dispatch, a probe's if one is due, and whether it must be exactly that kind.
+
+        Args:
+            program: program that holds the rows.
+            usual: best kind.
+            kinds: kinds to probe.
+            usual_s: time of the best kind until every row has one more token.
         """
         if self._probe is not None and (self._probe.program != program or self._probe.kind == usual):
             self._probe = None  # the probed kind became the usual one, or the program changed
@@ -320,14 +346,14 @@ class Pacer:
         return self._probe.kind, True
 
     def _num_rounds(self, program: StepShape, kind: int, max_steps: int) -> int:
-        """Return the maximum rounds of a dispatch; for plain kinds, at most `max_steps`."""
-        most = program.num_rounds if kind > 0 else max_steps
+        """Return the maximum rounds of a dispatch of this kind; for plain kinds, at most `max_steps`."""
+        limit = program.num_rounds if kind > 0 else max_steps
         if not self._is_timed:
-            return most
+            return limit
         if kind == SINGLE:
             return 1
         times = self._step_time.dispatches(program)
         round_s = times.guess_s(kind) if kind > 0 else max(times.step_s, min(times.several_s))
         if math.isinf(round_s):
-            return min(most, FIRST_ROUNDS)
-        return min(most, max(int(self._dispatch_s / round_s), 1 if kind > 0 else 2))
+            return min(limit, FIRST_ROUNDS)
+        return min(limit, max(int(self._dispatch_s / round_s), 1 if kind > 0 else 2))

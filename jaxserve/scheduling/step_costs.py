@@ -26,7 +26,7 @@ class Costs(NamedTuple):
 
 
 class AttentionCost(NamedTuple):
-    """Counts over all rows and layers."""
+    """Attention work in a step, over all rows and layers."""
 
     num_scores: int  # query-key pairs per head
     num_kv_tokens: int  # tokens whose keys and values are read or written

@@ -57,11 +57,11 @@ class Rates(NamedTuple):
     drafting_rows: float = 0.0
 
     def row_tokens(self, num_rows: int | float) -> float:
-        """Return the tokens per decoding row in a step."""
+        """Return the mean tokens per row in a step with `num_rows` decoding rows."""
         return self.tokens_per_row if num_rows <= self.drafting_rows else min(self.tokens_per_row, 1.0)
 
     def step_s(self, num_prefill_tokens: int | float, num_rows: int | float) -> float:
-        """Return the predicted time of a step."""
+        """Return the predicted time in seconds of a step with these prompt tokens and decoding rows."""
         fixed_s = self.prefill_step_s if num_prefill_tokens else self.decode_step_s
         return fixed_s + num_prefill_tokens * self.prefill_token_s + num_rows * self.decode_token_s
 
@@ -115,7 +115,15 @@ class DispatchTimes:
     several_s: tuple[float, float] = (0.0, 0.0)
 
     def add(self, kind: int, num_rounds: int, seconds: float, now_s: float, *, is_probe: bool) -> bool:
-        """Add a dispatch time; return whether it completes a sample: a draft round or a plain stretch."""
+        """Add a dispatch time; return whether it completes a sample: a draft round or a plain stretch.
+
+        Args:
+            kind: SINGLE, SEVERAL, or number of drafted tokens.
+            num_rounds: executed rounds or steps.
+            seconds: time of the dispatch.
+            now_s: end time.
+            is_probe: True if the dispatch is a probe, False if its kind is the usual one.
+        """
         samples, seconds = self.kinds[kind], max(seconds, _MIN_S)
         samples.measured_s = now_s
         if kind == SEVERAL:
@@ -156,12 +164,19 @@ class DispatchTimes:
         return max(known) if known else _ROUND_PER_STEP * self.round_s(SINGLE)
 
     def is_tried(self, kind: int, num_rounds: int) -> bool:
-        """Return whether a kind that would now have `num_rounds` rounds was measured often enough to be judged."""
+        """Return whether a kind was measured often enough to be judged, if it now had `num_rounds` rounds."""
         samples = self.kinds[kind]
         return samples.num >= (_TRIALS if 2 * samples.max_rounds >= num_rounds else _MAX_TRIALS)
 
     def rounds_s(self, max_drafts: int, plain_s: float) -> list[float]:
-        """Return the seconds per round for each k from 0; a least-squares line estimates rarely measured k."""
+        """Return the seconds per round for each draft length from 0 to `max_drafts`.
+
+        A least-squares line estimates rarely measured lengths.
+
+        Args:
+            max_drafts: largest draft length.
+            plain_s: seconds per plain step, the result for length 0 and a lower bound for others.
+        """
         k = np.array([k for k, samples in self.kinds.items() if k > 0 and samples.num], np.float64)
         seconds = np.array([self.round_s(int(each)) for each in k])
         weights = np.array([self.kinds[int(each)].rounds for each in k])
@@ -227,7 +242,7 @@ class StepTime:
             self._take()
 
     def _take(self) -> None:
-        """Add the collected measurements, and fit the rates."""
+        """Add the measurements collected since the last call to the sums, and fit the rates anew."""
         measured = np.array(self._untaken, np.float64)
         counts, wall_s = measured[:, 1:5], measured[:, 0]
         typical_s = wall_s
@@ -248,7 +263,9 @@ class StepTime:
             self._rates = Rates._make([*self._fit().tolist(), max(per_row, 1e-3), self._drafting_rows])
 
     def _fit(self) -> NDArray[np.float64]:
-        """Return the four rates: a fit with common rates, refined as far as the steps distinguish them."""
+        """Return the four rates in `Rates`' order: first two common ones are fitted, per step and per token, then all
+        four as far as the steps distinguish them.
+        """
         common = np.array([[1, 0], [1, 0], [0, 1], [0, self._row_factor]], np.float64)
         products, times = self._products[:, :4], self._products[:, 4]
         mean_s = max(self._totals[1] / self._totals[0], _MIN_S)
@@ -276,7 +293,14 @@ class StepTime:
 
 
 def _non_negative_fit(products: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the non-negative least-squares solution; entries that would be negative are removed one by one."""
+    """Return the non-negative least-squares solution of `products @ x = times`.
+
+    Entries that would be negative are set to zero one by one.
+
+    Args:
+        products: matrix of the normal equations, [n, n].
+        times: right-hand side, [n].
+    """
     size = np.sqrt(np.maximum(products.diagonal(), 0.0))
     left = [index for index in range(len(times)) if size[index] > 0]
     solution = np.zeros(len(times))

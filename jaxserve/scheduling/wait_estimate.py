@@ -85,25 +85,27 @@ class OutputLengths:
         self._num_stopped = 0.99 * self._num_stopped + (not at_limit)
         self._num_tokens = 0.99 * self._num_tokens + num_tokens
 
-    def left(self, most: int, *, may_stop: bool, at: Number) -> Number:
-        """Return how many tokens an output has left.
+    def left(self, limit: int, *, may_stop: bool, at: Number) -> Number:
+        """Return the estimated number of tokens that an output has left, at least 1.
 
         Args:
-            most: tokens up to its limit.
+            limit: tokens up to its limit.
             may_stop: True if it may end earlier.
             at: quantile of the distribution, in [0, 1).
         """
+        max_left = float(max(limit, 1))
         if not (may_stop and self._num_stopped):
-            return float(max(most, 1))
+            return max_left
         mean = max(self._num_tokens / self._num_stopped, 1.0)
-        return min(max(-math.log1p(-at) * mean, 1.0), float(max(most, 1)))
+        return min(max(-math.log1p(-at) * mean, 1.0), max_left)
 
 
 def remaining_work(requests: Iterable[Request], lengths: OutputLengths, cached_fraction: Number = 0.0) -> list[Work]:
-    """Return the remaining work of requests, with output lengths spread over their distribution.
+    """Return the remaining work of each request, with output lengths spread over their distribution.
 
     Args:
         requests: unfinished requests; another thread may be changing them.
+        lengths: distribution of output lengths.
         cached_fraction: fraction of waiting prompts that is found in the cache.
     """
     works = []
@@ -119,7 +121,7 @@ def remaining_work(requests: Iterable[Request], lengths: OutputLengths, cached_f
 
 
 def estimate_wait(rates: Rates, sizes: Sizes, running: Sequence[Work], waiting: Sequence[Work], own: Work) -> Wait:
-    """Return when a request will start, and when it will have its first token, after those that wait.
+    """Estimate when a new request will start, and when it will have its first token, after those that wait.
 
     Args:
         rates: measured times of steps.
@@ -128,20 +130,30 @@ def estimate_wait(rates: Rates, sizes: Sizes, running: Sequence[Work], waiting: 
         waiting: work of the requests that wait before it, in order.
         own: work of the request itself.
     """
-    served = waiting[:MAX_SIMULATED]
-    course = _Course(rates, sizes, running, [*served, own])
-    course.run()
-    if len(served) < len(waiting):
+    simulated = waiting[:MAX_SIMULATED]
+    simulation = _Simulation(rates, sizes, running, [*simulated, own])
+    simulation.run()
+    further_s: Number = 0.0
+    if len(simulated) < len(waiting):
         # Starts before the first slot was free, or while several were free, do not reveal the pace.
-        pace_s = course.pace_s([work.num_prompt_tokens + work.num_output_tokens for work in served])
-        rest = sum(work.num_prompt_tokens + work.num_output_tokens for work in waiting[MAX_SIMULATED:])
-        return Wait(course.start_s + rest * pace_s, course.first_token_s + rest * pace_s)
-    return Wait(course.start_s, course.first_token_s)
+        pace_s = simulation.pace_s([work.num_prompt_tokens + work.num_output_tokens for work in simulated])
+        further_s = pace_s * sum(work.num_prompt_tokens + work.num_output_tokens for work in waiting[MAX_SIMULATED:])
+    return Wait(simulation.start_s + further_s, simulation.first_token_s + further_s)
 
 
 @dataclass(slots=True)
 class _Row:
-    """Simulated request. `end` and `base` count the tokens that every decoding row has got so far."""
+    """Simulated request.
+
+    Attributes:
+        prompt: prompt tokens left to compute.
+        output: output tokens left to sample.
+        held: tokens in its pages.
+        order: position in the waiting queue.
+        end: value of `_Simulation._decoded` at which it ends, once it decodes.
+        base: value of `_Simulation._decoded` at which it began to decode.
+        decodes: True while it decodes.
+    """
 
     prompt: Number
     output: Number
@@ -153,7 +165,12 @@ class _Row:
 
 
 class _Queue:
-    """Rows in order; rows with long prompts may be overtaken."""
+    """Waiting rows in order; rows with long prompts may be overtaken.
+
+    Args:
+        threshold: tokens above which a prompt is long.
+        rows: waiting rows.
+    """
 
     def __init__(self, threshold: int, rows: Iterable[_Row]) -> None:
         self._threshold = threshold
@@ -162,31 +179,49 @@ class _Queue:
         self._long: deque[_Row] = deque()
         for order, row in enumerate(rows, start=1):
             row.order = order
-            (self._long if row.prompt > threshold else self._short).append(row)
+            self._rows_like(row).append(row)
+
+    def _rows_like(self, row: _Row) -> deque[_Row]:
+        """Return the queue for rows with long prompts, or the one for short prompts, as fits `row`."""
+        return self._long if row.prompt > self._threshold else self._short
 
     def __bool__(self) -> bool:
         return bool(self._short or self._long)
 
     def first(self, *, may_be_long: bool) -> _Row | None:
-        """Return the first row, or the first that is not long; None if there is none."""
+        """Return the first row, or with `may_be_long` False the first with a short prompt; None if there is none."""
         heads = [rows[0] for rows in (self._short, self._long if may_be_long else ()) if rows]
         return min(heads, key=lambda row: row.order, default=None)
 
     def remove_first(self, row: _Row) -> None:
-        (self._long if self._long and self._long[0] is row else self._short).popleft()
+        """Remove a row that `first` has returned."""
+        self._rows_like(row).popleft()
 
     def put_back(self, row: _Row) -> None:
+        """Add a preempted row in front of all others."""
         self._first -= 1
         row.order = self._first
-        (self._long if row.prompt > self._threshold else self._short).appendleft(row)
+        self._rows_like(row).appendleft(row)
 
 
-class _Course:
-    """Simulation until the last waiting request has its first token."""
+class _Simulation:
+    """Simulated scheduler that runs until the last waiting request has its first token.
+
+    Args:
+        rates: measured times of steps.
+        sizes: sizes of the scheduler.
+        running: work of the running requests, in admission order.
+        waiting: work of the waiting requests, in order.
+
+    Attributes:
+        start_s: time at which the last waiting request started, after `run`.
+        first_token_s: time at which it had its first token, after `run`.
+    """
 
     def __init__(self, rates: Rates, sizes: Sizes, running: Sequence[Work], waiting: Sequence[Work]) -> None:
         self._rates, self._sizes = rates, sizes
-        self._now_s = self._decoded = 0.0
+        self._now_s = 0.0
+        self._decoded = 0.0  # tokens that a row would have got that has decoded since the beginning
         self._long: _Row | None = None  # long prompt being computed
         self._prefills: deque[_Row] = deque()  # other prompts being computed
         self._prefill_left = 0.0  # tokens left in these
@@ -210,6 +245,7 @@ class _Course:
                 self._begin_decode(row)
 
     def run(self) -> None:
+        """Simulate steps until the last waiting request has its first token."""
         while not self._is_done:
             self._start_waiting()
             if self._prefills or self._long:
@@ -233,6 +269,7 @@ class _Course:
 
     @property
     def _num_running(self) -> int:
+        """Number of rows, decoding or with unfinished prompts."""
         return self._num_decoding + len(self._prefills) + (self._long is not None)
 
     @property
@@ -241,22 +278,23 @@ class _Course:
         held = self._held + self._decoded * self._num_decoding - self._base
         return self._sizes.num_kv_tokens - held - self._num_running * self._sizes.page_size / 2
 
-    def _shares(self) -> tuple[Number, Number]:
-        """Return the tokens of a step for the long prompt, initially, and for all others."""
+    def _prompt_budgets(self) -> tuple[Number, Number]:
+        """Return the prompt tokens in a step: for the long prompt's first chunk, and for all other prompts."""
         budget = self._sizes.num_batched_tokens
-        share = max(budget - self._num_decoding, budget / 8, 1.0)
+        left = max(budget - self._num_decoding, budget / 8, 1.0)
         if self._long is None:
-            return 0.0, share
-        most = self._long.prompt
-        if most > self._sizes.long_threshold:
-            most = min(most, self._sizes.long_chunk, (share + 1) // 2)
-        most = min(most, share)
-        return most, share - most
+            return 0.0, left
+        chunk = self._long.prompt
+        if chunk > self._sizes.long_threshold:
+            chunk = min(chunk, self._sizes.long_chunk, (left + 1) // 2)
+        chunk = min(chunk, left)
+        return chunk, left - chunk
 
     def _start_waiting(self) -> None:
+        """Start waiting rows in order, as long as slots, step budget and pages last."""
         sizes, waiting = self._sizes, self._waiting
         while waiting and self._num_running < sizes.num_slots:
-            if self._prefill_left >= self._shares()[1]:
+            if self._prefill_left >= self._prompt_budgets()[1]:
                 return
             row = waiting.first(may_be_long=self._long is None)
             if row is None:
@@ -269,6 +307,7 @@ class _Course:
             self._start(row)
 
     def _start(self, row: _Row) -> None:
+        """Start the first waiting row."""
         self._waiting.remove_first(row)
         self._starts_s.append(self._now_s)
         if row is self._own:
@@ -276,6 +315,7 @@ class _Course:
         self._begin_prefill(row)
 
     def _begin_prefill(self, row: _Row) -> None:
+        """Add a row to those with unfinished prompts."""
         if self._long is None and row.prompt > self._sizes.long_threshold:
             self._long = row
         else:
@@ -284,18 +324,18 @@ class _Course:
 
     def _compute_prompts(self) -> None:
         """Simulate a step with prompt tokens, or several like it: until a prompt or a row ends."""
-        num_long, share = self._shares()
-        others = min(share, self._prefill_left)
+        num_long, other_budget = self._prompt_budgets()
+        others = min(other_budget, self._prefill_left)
         num_steps = 1
         if self._long is not None:
-            most = self._long.prompt
-            if self._num_decoding and most > self._sizes.long_threshold:
-                most = min(most, self._sizes.long_chunk)
-            num_long = min(most, num_long + share - others)
+            chunk = self._long.prompt
+            if self._num_decoding and chunk > self._sizes.long_threshold:
+                chunk = min(chunk, self._sizes.long_chunk)
+            num_long = min(chunk, num_long + other_budget - others)
             if not self._prefills:
                 num_steps = max(int(self._long.prompt // num_long), 1)
-        elif self._prefills[0].prompt > share:
-            num_steps = int(self._prefills[0].prompt // share)
+        elif self._prefills[0].prompt > other_budget:
+            num_steps = int(self._prefills[0].prompt // other_budget)
         if num_steps > 1 and self._ends:
             num_steps = max(min(num_steps, int(self._ends[0][0] - self._decoded)), 1)
         self._now_s += num_steps * self._rates.step_s(num_long + others, self._num_decoding)
@@ -312,7 +352,7 @@ class _Course:
         self._end_rows()
 
     def _take_prompts(self, left: Number) -> None:
-        """Take tokens from the short prompts, in order."""
+        """Compute `left` tokens of the short prompts, in order."""
         while self._prefills and left >= self._prefills[0].prompt - 1e-6:
             row = self._prefills.popleft()
             left -= row.prompt
@@ -325,6 +365,7 @@ class _Course:
             self._prefill_left = 0.0
 
     def _end_prompt(self, row: _Row) -> None:
+        """Let a row whose prompt is computed sample its first token, then decode or end."""
         if row is self._own:
             self.first_token_s, self._is_done = self._now_s, True
         row.output -= 1
@@ -333,9 +374,9 @@ class _Course:
         else:
             self._held -= row.held
 
-    def _decode(self, most: Number) -> None:
-        """Simulate steps with only decoding rows, until the first row ends or pages run out."""
-        tokens = max(most, 1e-9)
+    def _decode(self, max_tokens: Number) -> None:
+        """Simulate steps with only decoding rows until each has got `max_tokens`, or pages run out."""
+        tokens = max(max_tokens, 1e-9)
         if self._waiting:
             tokens = min(tokens, max(self._num_free_tokens, 0.0) / self._num_decoding + 1.0)
         num_steps = tokens / self._rates.row_tokens(self._num_decoding)
@@ -344,6 +385,7 @@ class _Course:
         self._end_rows()
 
     def _begin_decode(self, row: _Row) -> None:
+        """Add a row to the decoding rows."""
         row.base, row.end, row.decodes = self._decoded, self._decoded + row.output, True
         heappush(self._ends, (row.end, len(self._rows)))
         self._rows.append(row)
@@ -351,6 +393,7 @@ class _Course:
         self._base += row.base
 
     def _end_rows(self) -> None:
+        """Remove the decoding rows that have sampled their last token."""
         while self._ends and self._ends[0][0] <= self._decoded + 1e-6:
             self._leave(self._rows[heappop(self._ends)[1]])
 

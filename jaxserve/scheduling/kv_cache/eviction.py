@@ -30,13 +30,13 @@ class EvictionOrder:
         self._num_cached: Counter[str] = Counter()  # pages with content by tenant, in use or not
 
     def cached(self, tenant: str) -> None:
-        """Count a newly cached page of a tenant."""
+        """Count a page of a tenant that was registered in the prefix cache."""
         self._num_cached[tenant] += 1
         if self._by_size is not None:
             self._note_size(tenant)
 
     def add(self, page: int, tenant: str) -> None:
-        """Add a cached page that lost its last owner."""
+        """Make a tenant's cached page evictable, because it lost its last owner."""
         pages = self._evictable.get(tenant)
         if pages is None:
             pages = self._evictable[tenant] = OrderedDict()
@@ -45,7 +45,7 @@ class EvictionOrder:
         self.num_evictable += 1
 
     def remove(self, page: int, tenant: str) -> None:
-        """Remove an evictable page that is owned again or evicted."""
+        """Make a tenant's evictable page unevictable, because it is owned again."""
         pages = self._evictable[tenant]
         del pages[page]
         if not pages:
@@ -53,7 +53,11 @@ class EvictionOrder:
         self.num_evictable -= 1
 
     def pop(self, tenant: str) -> int:
-        """Return the page to evict for a tenant; on a tie, its own page."""
+        """Remove and return the page to evict: of the tenant with the most cached pages, the one released first.
+
+        Args:
+            tenant: tenant that gets the page; on a tie, its own page is evicted.
+        """
         if len(self._evictable) == 1:
             (largest,) = self._evictable
             self._by_size = None

@@ -18,7 +18,7 @@ Cached = Sequence[Container[bytes]]  # hashes of cached pages by group; states c
 
 @runtime_checkable
 class GroupKind(Protocol):
-    """All groups of one kind.
+    """All KV groups of one kind: full attention, sliding windows or recurrent states.
 
     Attributes:
         groups: groups whose pages lie in the KV pool.
@@ -27,18 +27,18 @@ class GroupKind(Protocol):
     groups: tuple[int, ...]
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the longest prefix, in blocks, after which a token finds all pages it sees.
+        """Return the number of blocks in a prompt's longest prefix after which a token finds all pages that it sees.
 
         Args:
-            hashes: prefix hash per block.
+            hashes: prefix hash per block of the prompt.
             cached: hashes of cached pages, by group.
         """
 
     def seen(self, num_blocks: int) -> range:
         """Return the blocks that the token after the first `num_blocks` blocks sees."""
 
-    def release_unseen(self, request: Request) -> list[int]:
-        """Take from a running request the pages that no later token sees; return them, the first one last."""
+    def remove_unseen(self, request: Request) -> list[int]:
+        """Remove the pages that no later token sees from a running request; return them, the first one last."""
         return []
 
 
@@ -49,9 +49,11 @@ class FullAttention(GroupKind):
         self.groups = groups.full
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
+        """Return the number of leading blocks that are cached in all groups."""
         return min((_num_leading(cached[group], hashes) for group in self.groups), default=len(hashes))
 
     def seen(self, num_blocks: int) -> range:
+        """Return all of the first `num_blocks` blocks."""
         return range(num_blocks)
 
 
@@ -63,7 +65,7 @@ class SlidingWindow(GroupKind):
         self._sizes = groups
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the end of the last cached run that covers a window or starts at the first block."""
+        """Return the end of the last cached run that covers a window or begins at the first block."""
         needed, num_last = self._sizes.num_window_blocks, 0  # consecutive cached blocks
         tables = [cached[group] for group in self.groups]
         for block in range(len(hashes) - 1, -1, -1):
@@ -73,10 +75,11 @@ class SlidingWindow(GroupKind):
         return num_last
 
     def seen(self, num_blocks: int) -> range:
+        """Return those of the first `num_blocks` blocks that the window of the next token reaches."""
         return range(max(num_blocks - self._sizes.num_window_blocks, 0), num_blocks)
 
-    def release_unseen(self, request: Request) -> list[int]:
-        """Take the pages before the next token's window.
+    def remove_unseen(self, request: Request) -> list[int]:
+        """Remove the pages before the next token's window from a running request; return them, the first one last.
 
         All known tokens except the last are certainly computed, at the latest by steps in flight.
         """
@@ -86,11 +89,11 @@ class SlidingWindow(GroupKind):
             return []
         size, pages = self._sizes.size, request.pages
         unseen = [block * size + group for block in range(released, first) for group in self.groups]
-        taken = [pages[index] for index in reversed(unseen)]
+        removed = [pages[index] for index in reversed(unseen)]
         for index in unseen:
             pages[index] = RELEASED
         request.num_released_blocks = first
-        return taken
+        return removed
 
 
 class RecurrentState(GroupKind):
@@ -115,19 +118,22 @@ class RecurrentState(GroupKind):
         self.reset()
 
     def reset(self) -> None:
+        """Forget all snapshots."""
         self._pages = Pages(self._num_pages)
         self.cached.clear()
         self._taken: dict[bytes, int] = {}  # snapshots that the last plan takes
         self._read: list[int] = []  # pages that the last plan reads, once per row
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
+        """Return the number of blocks before the last snapshot; 0 if there is none."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in cached[-1]), 0)
 
     def seen(self, num_blocks: int) -> range:
+        """Return the last of the first `num_blocks` blocks, whose snapshot is the state after it."""
         return range(max(num_blocks - 1, 0), num_blocks)
 
     def begin_plan(self) -> None:
-        """Begin a new plan, whose step runs after all earlier ones."""
+        """Let the new plan find the snapshots that the previous one has taken, and release those that it has read."""
         pages = self._pages
         for page_hash, page in self._taken.items():
             pages.states[page], pages.content[page] = CACHED, (0, page_hash, "")
@@ -138,7 +144,11 @@ class RecurrentState(GroupKind):
         self._read.clear()
 
     def read(self, page_hash: bytes) -> int:
-        """Return the page that a row of the plan continues from."""
+        """Return a snapshot's page, from which a row of the current plan continues; keep it until the next plan.
+
+        Args:
+            page_hash: prefix hash at the snapshot, which must be cached.
+        """
         page = self.cached[page_hash]
         self.cached.move_to_end(page_hash)
         self._pages.num_owners[page] += 1
@@ -146,7 +156,12 @@ class RecurrentState(GroupKind):
         return page
 
     def take(self, page_hash: bytes) -> int | None:
-        """Return the page for a snapshot that a row of the plan takes; None if it exists, or no page is free."""
+        """Return the page for a snapshot that a row of the current plan will take; None if there is one, or no page is
+        free.
+
+        Args:
+            page_hash: prefix hash at the snapshot.
+        """
         if page_hash in self._taken:
             return None
         if page_hash in self.cached:
@@ -165,6 +180,7 @@ class RecurrentState(GroupKind):
         return page
 
     def check_integrity(self) -> None:
+        """Assert that pages are conserved and match the snapshots."""
         owned = [*self._taken.values(), *self._read]
         self._pages.check_integrity({page: owned.count(page) for page in owned})
         assert {page: page_hash for page, (_, page_hash, _) in self._pages.content.items()} == {
@@ -174,7 +190,15 @@ class RecurrentState(GroupKind):
 
 
 def longest_hit(kinds: Sequence[GroupKind], hashes: Sequence[bytes], cached: Cached) -> int:
-    """Return the longest prefix, in blocks, that all kinds accept; each shortens it in turn until all agree."""
+    """Return the number of blocks in a prompt's longest prefix that is cached by all kinds.
+
+    Each kind shortens it in turn until all agree.
+
+    Args:
+        kinds: all kinds of groups.
+        hashes: prefix hash per block of the prompt.
+        cached: hashes of cached pages, by group.
+    """
     num_blocks, num_agreed = len(hashes), 0
     for kind in cycle(kinds):
         num_hit = kind.longest_hit(hashes[:num_blocks], cached)

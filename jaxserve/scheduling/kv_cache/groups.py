@@ -34,24 +34,31 @@ class KVGroups:
 
     @cached_property
     def sliding(self) -> tuple[int, ...]:
+        """Indices of the groups with a sliding window."""
         return tuple(group for group, window in enumerate(self.windows) if window is not None)
 
     @cached_property
     def full(self) -> tuple[int, ...]:
+        """Indices of the groups with full attention."""
         return tuple(group for group, window in enumerate(self.windows) if window is None)
+
+    @cached_property
+    def max_window(self) -> int:
+        """Largest sliding window in tokens; there must be one."""
+        return max(window for window in self.windows if window is not None)
 
     @cached_property
     def num_window_blocks(self) -> int:
         """Maximum earlier blocks that a window reaches from a block's first token."""
-        return -(-(max(window for window in self.windows if window is not None) - 1) // self.page_size)
+        return -(-(self.max_window - 1) // self.page_size)
 
     @cached_property
     def num_held_blocks(self) -> int:
         """Maximum blocks that a sequence holds in a sliding group if it is computed a page at a time."""
-        window = max(window for window in self.windows if window is not None)
-        return -(-(window - 1 + _AHEAD) // self.page_size) + 1
+        return -(-(self.max_window - 1 + _AHEAD) // self.page_size) + 1
 
     def num_blocks(self, num_tokens: int) -> int:
+        """Return the number of blocks for `num_tokens` tokens, rounded up."""
         return -(-num_tokens // self.page_size)
 
     def num_pages(self, num_tokens: int) -> int:
@@ -62,7 +69,7 @@ class KVGroups:
         return num_blocks * len(self.full) + min(num_blocks, self.num_held_blocks) * len(self.sliding)
 
     def max_tokens(self, num_pages: int) -> int | None:
-        """Return the longest sequence length that fits `num_pages`; None if any length fits."""
+        """Return the maximum number of tokens in a sequence with `num_pages` pages; None if any length fits."""
         num_blocks = num_pages // self.size
         if self.sliding and num_blocks >= self.num_held_blocks:
             if not self.full:
@@ -72,5 +79,4 @@ class KVGroups:
 
     def first_block(self, num_tokens: int) -> int:
         """Return the first block that a window reaches from the token after the first `num_tokens`."""
-        window = max(window for window in self.windows if window is not None)
-        return max(num_tokens - window + 1, 0) // self.page_size
+        return max(num_tokens - self.max_window + 1, 0) // self.page_size

@@ -34,8 +34,8 @@ from jaxserve.scheduling.request import Request, RequestStatus
 TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one takes twice as long
 
 
-class _Anywhere:
-    """Hashes of a group's pages that are cached or can be loaded."""
+class _InAnyTier:
+    """Set of the hashes of a KV group's pages that are cached in device memory or can be loaded from a lower tier."""
 
     def __init__(self, group: int, cached: Container[bytes], transfers: Transfers) -> None:
         self._group, self._cached, self._transfers = group, cached, transfers
@@ -71,8 +71,8 @@ class PageStore:
         self._hashes = PrefixHashes(groups.page_size)
         self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
         self._cached: list[Container[bytes]] = [*self._page_by_hash]  # KV groups, then states
-        self._anywhere: list[Container[bytes]] = [
-            _Anywhere(group, cached, transfers) for group, cached in enumerate(self._page_by_hash)
+        self._in_any_tier: list[Container[bytes]] = [
+            _InAnyTier(group, cached, transfers) for group, cached in enumerate(self._page_by_hash)
         ]
         self._full = FullAttention(groups)
         self._first = groups.full[0] if groups.full else 0  # group that `has` looks up
@@ -85,7 +85,7 @@ class PageStore:
             self.states = RecurrentState(groups.num_snapshots)
             self._kinds.append(self.states)
             self._cached.append(self.states.cached)
-            self._anywhere.append(self.states.cached)
+            self._in_any_tier.append(self.states.cached)
         self.unshared: set[Request] = set()
 
     @property
@@ -100,11 +100,16 @@ class PageStore:
         return self._hashes.full_pages(request)
 
     def has(self, page_hash: bytes) -> bool:
+        """Return whether a page with this hash is cached, in the first group with full attention."""
         return page_hash in self._page_by_hash[self._first]
 
+    def _matchable_hashes(self, request: Request) -> list[bytes]:
+        """Return the hashes of a request's full pages before its last known token, which must be computed anyway."""
+        return self.hashes(request)[: (request.num_known_tokens - 1) // self.page_size]
+
     def may_match(self, request: Request, num_blocks: int) -> bool:
-        """Return False if a single lookup shows that `match` would find fewer blocks."""
-        if num_blocks > _num_matchable(request, self.page_size):
+        """Return False if a single lookup proves that `match` would find fewer than `num_blocks` blocks."""
+        if num_blocks > (request.num_known_tokens - 1) // self.page_size:
             return False
         return not self._full.groups or num_blocks < 1 or self.has(self.hashes(request)[num_blocks - 1])
 
@@ -113,7 +118,7 @@ class PageStore:
 
         At least one known token is left over, because sampling needs the last one's hidden state.
         """
-        hashes = self.hashes(request)[: _num_matchable(request, self.page_size)]
+        hashes = self._matchable_hashes(request)
         hashes = hashes[: longest_hit(self._kinds, hashes, self._cached)]
         size = self._groups.size
         if size == 1 and self._full.groups:
@@ -125,21 +130,21 @@ class PageStore:
 
     def num_full_blocks(self, request: Request) -> int:
         """Return the number of leading blocks that are cached in all full-attention groups."""
-        return self._full.longest_hit(
-            self.hashes(request)[: _num_matchable(request, self.page_size)], self._page_by_hash
-        )
+        return self._full.longest_hit(self._matchable_hashes(request), self._page_by_hash)
 
     def match_last(self, request: Request, num_blocks: int) -> list[int]:
-        """Return the pages, one per group, that hold the `num_last_tokens` of a request after its cached blocks.
+        """Return the partly filled pages, one per group, that follow a request's cached blocks; empty if not cached.
 
-        Empty if not cached. These pages are partly filled: they exist if a request with shares_last_page ended at this
-        prefix, or if this request was swapped out.
+        They exist if a request with shares_last_page ended at this prefix, or if this request was swapped out.
+
+        Args:
+            request: waiting request.
+            num_blocks: number of its cached full blocks.
         """
         page_hash = self._last_hash(request, num_blocks)
-        pages = [
-            pages_of[page_hash] for pages_of in self._page_by_hash if page_hash is not None and page_hash in pages_of
-        ]
-        return pages if len(pages) == self._groups.size else []
+        if page_hash is None or not all(page_hash in page_by_hash for page_by_hash in self._page_by_hash):
+            return []
+        return [page_by_hash[page_hash] for page_by_hash in self._page_by_hash]
 
     def _last_hash(self, request: Request, num_blocks: int) -> bytes | None:
         """Return the hash of a request's partly filled page after `num_blocks` blocks; None if it cannot be cached."""
@@ -151,17 +156,17 @@ class PageStore:
         return self._hashes.last_page(request, num_tokens)
 
     def num_evictable(self, pages: Iterable[int]) -> int:
-        """Return how many of these cached pages have no owner."""
+        """Return the number of pages among `pages` that are cached without an owner."""
         states, num_owners = self._pages.states, self._pages.num_owners
         return sum(page != RELEASED and states[page] is CACHED and not num_owners[page] for page in pages)
 
     # Owners
 
     def allocate(self, num_pages: int, tenant: str = "") -> list[int] | None:
-        """Return new pages with one owner each and no content; None, without a change, if too few are free or
-        evictable.
+        """Return `num_pages` free pages, each with one owner; None, without a change, if too few are free or evictable.
 
         Args:
+            num_pages: number of pages.
             tenant: tenant that gets the pages. On a tie its own cached pages are evicted first.
         """
         num_lacking = num_pages - len(self._pages.free_pages)
@@ -177,7 +182,9 @@ class PageStore:
         return self._pages.take(num_pages)
 
     def acquire(self, request: Request, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
-        """Take `cached` pages and `num_new` after them; None, without a change, unless `num_kept` stay free.
+        """Return `cached` pages with a further owner, followed by `num_new` new ones.
+
+        Returns None, without a change, unless `num_kept` pages stay free.
 
         Args:
             request: request that gets the pages.
@@ -210,6 +217,7 @@ class PageStore:
         return num_new
 
     def retain(self, pages: Iterable[int]) -> None:
+        """Add an owner to each page, so that it is not evicted."""
         states, num_owners, content = self._pages.states, self._pages.num_owners, self._pages.content
         for page in pages:
             if page != RELEASED:
@@ -247,12 +255,13 @@ class PageStore:
         current plan yet, so that no row still reads the page.
         """
         for kind in self._kinds:
-            self.release(kind.release_unseen(request))
+            self.release(kind.remove_unseen(request))
 
     def leave(self, request: Request, *, keep: bool = False) -> None:
-        """Take all pages from a request that stops running; its computed pages stay cached.
+        """Take all pages from a request that stops running; its computed full pages stay cached.
 
         Args:
+            request: request that ends or is preempted.
             keep: True to also cache a partly filled last page, so that the request can continue from it.
         """
         # the last output token may not be computed
@@ -284,11 +293,11 @@ class PageStore:
         """
         if not self.has_tiers or request.has_failed or request.pages or not request.read_prefix_cache:
             return []
-        hashes = self.hashes(request)[: _num_matchable(request, self.page_size)]
-        num_blocks = longest_hit(self._kinds, hashes, self._anywhere)
+        hashes = self._matchable_hashes(request)
+        num_blocks = longest_hit(self._kinds, hashes, self._in_any_tier)
         wanted = [(block, group, hashes[block]) for block, group in pages_seen(self._kinds, num_blocks)]
         last = self._last_hash(request, num_blocks)
-        if last is not None and all(last in self._anywhere[group] for group in range(self._groups.size)):
+        if last is not None and all(last in self._in_any_tier[group] for group in range(self._groups.size)):
             wanted += [(num_blocks, group, last) for group in range(self._groups.size)]
         return wanted if any(page_hash not in self._cached[group] for _, group, page_hash in wanted) else []
 
@@ -296,7 +305,8 @@ class PageStore:
         """Begin to load pages for a waiting request's prefix; False, without a change, unless `num_kept` stay free.
 
         Args:
-            wanted: block, group and hash of the pages.
+            request: waiting request without pages.
+            wanted: block, group and hash of the pages, as returned by `pages_below`.
             num_kept: number of pages that stay free.
         """
         size, missing = self._groups.size, []
@@ -320,7 +330,12 @@ class PageStore:
         return True
 
     def transferred(self, keys: Iterable[int], *, ok: bool) -> None:
-        """Note that moves have ended; requests that wait for no others may start."""
+        """Update the pages whose moves have ended; requests that wait for no other moves can start.
+
+        Args:
+            keys: keys of the moves.
+            ok: False if the moved content is lost.
+        """
         for key in keys:
             transfer = self._transfers.end(key, ok=ok)
             if transfer is None:
@@ -342,7 +357,10 @@ class PageStore:
                     self.abandon(request)
 
     def abandon(self, request: Request) -> None:
-        """Stop a request's loading: it waits without pages. Moves in flight end up cached."""
+        """Release the pages of a request in status LOADING, which then waits without pages.
+
+        Pages whose moves have not ended are cached when they end.
+        """
         self._transfers.abandon(request)
         self.release(request.pages)
         request.pages, request.status = [], RequestStatus.WAITING
@@ -356,6 +374,7 @@ class PageStore:
 
         Args:
             page_hash: hash of all tokens up to the page's last one.
+            page: the page, in state COMPUTING.
             group: its KV group.
             tenant: tenant whose part of the cache it counts towards.
         """
@@ -369,7 +388,7 @@ class PageStore:
         self.order.cached(tenant)
 
     def register_blocks(self, request: Request, stop: int) -> None:
-        """Register the unregistered pages in the blocks before `stop`; all their tokens are known and certain."""
+        """Make the pages in a request's blocks before block `stop` findable; all their tokens are known and certain."""
         first = request.num_registered_blocks
         if first >= stop or request in self.unshared:
             return
@@ -417,8 +436,3 @@ class PageStore:
 def num_last_tokens(request: Request) -> int:
     """Return the number of tokens up to which a waiting request's partly filled page may be cached."""
     return request.num_kept_tokens or request.num_known_tokens - 1
-
-
-def _num_matchable(request: Request, page_size: int) -> int:
-    """Return the number of full pages before the last known token."""
-    return (request.num_known_tokens - 1) // page_size

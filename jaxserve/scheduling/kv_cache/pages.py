@@ -1,4 +1,4 @@
-"""Pages: state, owners and content of all pages."""
+"""Pages: each page's state, owners and content."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class PageState(enum.Enum):
-    """Exclusive state of a page."""
+    """A page's state."""
 
     FREE = enum.auto()  # in the free list, without owner and content
     COMPUTING = enum.auto()  # has owners, and cannot be found
@@ -30,6 +30,8 @@ class Pages:
     Asserts guard against double frees: they are bugs here, never a caller's mistake.
 
     Attributes:
+        states: state of each page.
+        num_owners: number of requests using each page.
         content: content of the pages that can be found.
         free_pages: free pages, the next one at the end.
     """
@@ -77,4 +79,5 @@ class Pages:
             assert has_content == (page in self.content), f"page {page} is {state}: {self.content.get(page)}"
 
     def in_state(self, state: PageState) -> list[int]:
-        return [page for page, own in enumerate(self.states) if own is state]
+        """Return all pages in a state."""
+        return [page for page, each in enumerate(self.states) if each is state]

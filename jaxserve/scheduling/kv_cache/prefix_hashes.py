@@ -31,7 +31,7 @@ class PrefixHashes:
         self._last_hashes: list[bytes] = []  # its full pages' hashes
 
     def full_pages(self, request: Request) -> list[bytes]:
-        """Return the hashes for a request's full pages with known tokens, cached on the request."""
+        """Return the hashes of a request's full pages with known tokens, which are also kept in `page_hashes`."""
         hashes, size = request.page_hashes, self._page_size
         num_full = (len(request.prompt_token_ids) + len(request.output_token_ids)) // size
         if len(hashes) < num_full:
@@ -43,11 +43,11 @@ class PrefixHashes:
     def last_page(self, request: Request, num_tokens: int) -> bytes:
         """Return the hash of the partly filled page that holds token `num_tokens - 1`."""
         block, hashes = num_tokens // self._page_size, self.full_pages(request)
-        previous = hashes[block - 1] if block else _root_hash(request.salt)
+        previous = hashes[block - 1] if block else _salt_hash(request.salt)
         return _page_hash(previous, _packed(request.tokens(block * self._page_size, num_tokens)))
 
     def _prompt_hashes(self, request: Request) -> list[bytes]:
-        """Return the its full pages' hashes, computed once for consecutive requests with the same prompt."""
+        """Return the hashes of a prompt's full pages, computed once for consecutive requests with the same prompt."""
         prompt, salt = request.prompt_token_ids, request.salt
         if salt != self._last_salt or (prompt is not self._last_prompt and prompt != self._last_prompt):
             self._last_prompt, self._last_salt, self._last_hashes = prompt, salt, []
@@ -56,7 +56,7 @@ class PrefixHashes:
 
     def _extend(self, hashes: list[bytes], request: Request, num_pages: int) -> None:
         """Append hashes for the request's next pages, up to `num_pages` in all."""
-        previous = hashes[-1] if hashes else _root_hash(request.salt)
+        previous = hashes[-1] if hashes else _salt_hash(request.salt)
         first, size = len(hashes), self._page_size
         token_ids = _packed(request.tokens(first * size, num_pages * size))
         size *= _TOKEN_BYTES
@@ -65,16 +65,19 @@ class PrefixHashes:
             hashes.append(previous)
 
 
-def _root_hash(salt: bytes) -> bytes:
+def _salt_hash(salt: bytes) -> bytes:
+    """Return the hash of a salt, which precedes the first page's."""
     # Its personalisation differs from a page's, so that no chosen salt can imitate a page hash.
     return blake2b(salt, digest_size=DIGEST_SIZE, person=b"salt").digest()
 
 
 def _packed(token_ids: TokenIds) -> bytes:
+    """Return token ids as int32 bytes."""
     return pack(f"{len(token_ids)}i", *token_ids)
 
 
 def _page_hash(previous: bytes, token_ids: bytes) -> bytes:
+    """Return the hash of a page with these packed token ids, after the page with hash `previous`."""
     page_hash = _NEW_HASH.copy()
     page_hash.update(previous + token_ids)
     return page_hash.digest()

@@ -113,22 +113,29 @@ class Transfers:
         tier.load(self._begin(page, content, tier, is_load=True))
 
     def store(self, page: int, content: Content) -> None:
+        """Begin to store a page in the first lower tier."""
         self.tiers[0].store(self._begin(page, content, self.tiers[0], is_load=False))
 
     def _begin(self, page: int, content: Content, tier: Tier, *, is_load: bool) -> Move:
+        """Return a new move of a page, recorded until it ends."""
         move = Move(next(self._keys), is_load, page, *content[:2])
         self._by_key[move.key] = self._by_page[page] = Transfer(move, tier, content)
         return move
 
     def wait(self, request: Request) -> None:
-        """Make a request wait for its pages that are being loaded."""
+        """Make a request wait for the moves that load its pages."""
         for page in request.pages:
             if (transfer := self._by_page.get(page)) is not None and transfer.move.is_load:
                 transfer.waiting.append(request)
                 request.num_transfers += 1
 
     def end(self, key: int, *, ok: bool) -> Transfer | None:
-        """Return a transfer that has ended; None if it began before a restart."""
+        """Remove and return the transfer with this key, which has ended; None if it began before a restart.
+
+        Args:
+            key: key of its move.
+            ok: False if the moved content is lost.
+        """
         transfer = self._by_key.pop(key, None)
         if transfer is None:
             return None
@@ -171,7 +178,7 @@ class Transfers:
         assert sorted(move.page for move in moves if not move.is_load) == sorted(storing), "a page is not being stored"
         assert set(self.loading.values()) <= set(loading)
         for request in waiting:
-            own = [t.move.page for t in self._by_key.values() if request in t.waiting]
-            assert len(own) == len(set(own)) == request.num_transfers > 0, f"{request.request_id} waits for nothing"
-            assert set(own) == set(request.pages) & set(loading), f"{request.request_id} waits for others' pages"
+            pages = [t.move.page for t in self._by_key.values() if request in t.waiting]
+            assert len(pages) == len(set(pages)) == request.num_transfers > 0, f"{request.request_id} waits for nothing"
+            assert set(pages) == set(request.pages) & set(loading), f"{request.request_id} waits for others' pages"
         assert all(request in waiting for t in self._by_key.values() for request in t.waiting), "it waits no more"
