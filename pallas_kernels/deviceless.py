@@ -48,25 +48,25 @@ gpu_device_info {
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 12 }
 device_description_str: "%(name)s"
-"""  # XLA's description of a GPU
+"""  # XLA's description of a GPU, a text proto
 
 _CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
 class UnknownTopologyError(ValueError):
-    """Raised if the compiler knows no such arrangement of chips."""
+    """Raised if libtpu cannot compile for the requested shape of a TPU slice."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """An accelerator as the compiler describes it.
+    """Type of accelerator that programs can be compiled for without having one.
 
     Attributes:
         device_kind: jax's `device_kind` of the chip.
         platform: "gpu" or "tpu".
         num_cores: number of GPU multiprocessors, or TensorCores per TPU device.
-        topology_name: topology name, which a shape completes, such as "1x1x4" for GPUs or "2x4" for TPUs.
-        options: topology options, such as XLA's description of a GPU.
+        topology_name: name for `jax.experimental.topologies`, without the shape.
+        options: options for `get_topology_desc`, such as XLA's description of a GPU.
     """
 
     device_kind: str
@@ -76,7 +76,7 @@ class Chip:
     options: tuple[tuple[str, str], ...] = ()
 
     def unavailable(self) -> str | None:
-        """Return the reason why nothing can be compiled for this chip here, or None if it can."""
+        """Return the reason why this machine cannot compile for the chip (a missing package), or None if it can."""
         if self.platform == "tpu":
             return None if importlib.util.find_spec("libtpu") else "libtpu was not found"
         for package in _CUDA_PLUGIN:
@@ -89,7 +89,7 @@ class Chip:
         return None
 
     def requirements(self) -> list[str]:
-        """Return pip requirements for the packages that compile for this chip; omit their dependencies."""
+        """Return pip requirements for the packages that compile for this chip, to install without dependencies."""
         if self.platform == "tpu":
             needs = (need.split(";")[0].strip() for need in metadata.requires("jax") or ())
             return [next((need for need in needs if need.startswith("libtpu")), "libtpu")]
@@ -102,13 +102,14 @@ class Chip:
         donate_argnums: tuple[int, ...] = (),
         mesh: Mesh | None = None,
     ) -> jax.stages.Compiled:
-        """Lower and compile one function."""
+        """Lower and compile one function for the chip; see `lower` for the arguments."""
         return self.compile_all([self.lower(function, args, donate_argnums, mesh)])[0]
 
     def compile_all(self, programs: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
-        """Compile programs that `lower` made: in parallel for GPUs, since one compilation keeps hardly one core busy.
+        """Compile programs that `lower` returned, and return them in the same order.
 
-        Programs for TPUs are compiled one after the other: libtpu crashed now and then with two large ones at once.
+        Programs for GPUs are compiled in parallel, since one compilation hardly keeps a core busy. Programs for TPUs
+        are compiled one after the other: libtpu sometimes crashed when it compiled two large ones simultaneously.
         """
         with _uncached(), ThreadPoolExecutor(len(programs) if self.platform == "gpu" else 1) as pool:
             return list(pool.map(lambda program: program.compile(), programs))
@@ -124,11 +125,11 @@ class Chip:
         """Trace and lower `function` for one chip, or for the chips of a mesh.
 
         Args:
-          function: function that `jax.jit` takes.
-          args: pytrees of arrays, or of their shapes and dtypes; for a mesh, with their shardings over it too.
-          donate_argnums: arguments to donate, as in `jax.jit`.
-          mesh: mesh of `devices`, or None for one chip.
-          compiler_options: options of the compiler, as in `jax.jit`.
+          function: function to compile.
+          args: its arguments: pytrees with arrays, or with their shapes and dtypes; for a mesh, also with shardings.
+          donate_argnums: indices of arguments to donate, as in `jax.jit`.
+          mesh: mesh made from `devices`; None for one chip.
+          compiler_options: XLA options, as in `jax.jit`.
         """
         one = SingleDeviceSharding(self.devices("1x1x1")[0])
         sharding_of = (lambda _: one) if mesh is None else (lambda x: x.sharding)
@@ -140,10 +141,13 @@ class Chip:
             return traced.lower(lowering_platforms=("cuda" if self.platform == "gpu" else "tpu",))
 
     def devices(self, shape: str) -> list[Any]:
-        """Return jax's devices for chips side by side, as many in each direction as `shape` says.
+        """Return jax device descriptions for several chips, to make a mesh from.
+
+        Args:
+          shape: number of chips in each direction, such as "1x1x4" for GPUs or "2x4" for TPUs.
 
         Raises:
-          UnknownTopologyError: the compiler knows no such arrangement.
+          UnknownTopologyError: libtpu has no such shape for this chip.
         """
         return _devices(self, shape)
 
@@ -159,7 +163,10 @@ class Chip:
 
 @contextlib.contextmanager
 def _uncached() -> Iterator[None]:
-    """Keep programs out of jax's persistent cache: they could not be read back without the chip."""
+    """Turn jax's persistent compilation cache off inside the context.
+
+    The cache could not load the programs again without the chip.
+    """
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, math.inf)
@@ -171,6 +178,7 @@ def _uncached() -> Iterator[None]:
 
 @functools.cache
 def _devices(chip: Chip, shape: str) -> list[Any]:
+    """Return jax device descriptions for chips in a shape such as "2x4"; see `Chip.devices`."""
     options = dict(chip.options)
     if chip.platform == "gpu":
         topology = topologies.get_topology_desc(
@@ -199,6 +207,17 @@ _CAPABILITIES |= {(10, 0): (228, 2048, 128), (12, 0): (100, 1536, 128)}
 def _gpu(
     name: str, capability: tuple[int, int], num_cores: int, *, clock: float, gb_per_s: float, cache_mib: int, gb: float
 ) -> Chip:
+    """Return the chip for an NVIDIA GPU.
+
+    Args:
+        name: jax's `device_kind`.
+        capability: compute capability, major and minor.
+        num_cores: number of multiprocessors.
+        clock: boost clock in GHz.
+        gb_per_s: memory bandwidth in GB/s.
+        cache_mib: L2 cache in MiB.
+        gb: memory in GB (1e9 bytes).
+    """
     shared_kib, threads, fpus = _CAPABILITIES[capability]
     text = "major: {} minor: {}".format(*capability)
     if capability >= (9, 0):

@@ -17,8 +17,9 @@ INTERPRETED = TargetChip("interpreter", num_cores=3, memory_bytes=SHARED_BYTES) 
 
 
 def unsupported_reason() -> str | None:
-    """Return why the target chip cannot execute Hopper instructions; None if it can, or if no local device is known to
-    be a GPU.
+    """Return the reason why the target GPU cannot execute Hopper instructions, or None if it can.
+
+    Also return None if no local device reports a compute capability, as on machines without a GPU.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
@@ -32,7 +33,7 @@ def unsupported_reason() -> str | None:
 
 
 def target_chip() -> TargetChip:
-    """Return the target GPU."""
+    """Return the target GPU's name, number of multiprocessors, and shared memory per thread block."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         local = jax.devices()[0]
@@ -44,13 +45,13 @@ def target_chip() -> TargetChip:
 
 
 def computing_registers(loading: int, *, num_loading: int, num_computing: int) -> int:
-    """Return the maximum number of registers per computing thread.
+    """Return how many registers each thread of a computing warpgroup can have.
 
-    All threads start with the same number of registers, a multiple of eight. Computing threads can
-    gain only the registers that loading threads release: a thread that requests more waits forever.
+    All threads start with the same number of registers, a multiple of eight. Computing threads can gain only the
+    registers that loading threads release: a thread that requests more waits forever.
 
     Args:
-        loading: registers that a loading thread keeps.
+        loading: number of registers that each loading thread keeps, a multiple of eight.
         num_loading: number of loading warpgroups.
         num_computing: number of computing warpgroups.
     """

@@ -1,4 +1,4 @@
-"""Arrays with 16- or 8-bit floats on CPUs, which compute in wider floats.
+"""Lookups in arrays with 16- or 8-bit floats on CPUs, which compute in wider floats.
 
 XLA:CPU fuses the conversion with the gather or slice that reads such an array's rows, unless it can move the conversion
 before a loop: it then converts the whole array.
@@ -13,22 +13,28 @@ from jaxtyping import Array, Int, Shaped
 
 from jaxserve.pallas_kernels.target import target_platform
 
-__all__ = ["is_narrow", "kept_beside"]
+__all__ = ["is_narrow", "tie_to_index"]
 
 
 def is_narrow(dtype: DTypeLike) -> bool:
-    """Return whether a dtype has floats below 32 bits and the target is a CPU."""
+    """Return whether XLA widens the dtype before it computes: it has floats below 32 bits, and the target is a CPU."""
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return bool(is_float and jnp.dtype(dtype).itemsize < 4 and target_platform() == "cpu")
 
 
-def kept_beside(
+def tie_to_index(
     array: Shaped[Array, "*shape"], index: Int[Array, "*index"]
 ) -> tuple[Shaped[Array, "*shape"], Int[Array, "*index"]]:
-    """Tie an array to the index that reads its rows, so that XLA converts it no earlier than the index is known.
+    """Keep XLA:CPU from converting a whole narrow float array before it reads some of its rows.
+
+    An optimization barrier makes the array depend on the index, so that no conversion can move before the lookup.
+
+    Args:
+        array: array whose rows are looked up.
+        index: indices of the rows.
 
     Returns:
-        The array and the index.
+        The same array and index, to use in the lookup.
     """
     if not is_narrow(array.dtype):
         return array, index

@@ -24,15 +24,15 @@ B = TypeVar("B")
 
 
 class UnsupportedBackendError(ValueError):
-    """Raised if the requested backend cannot run a call; names the reason and the backends that can."""
+    """Raised if no backend, or not the requested one, can run a call; the message has the reasons."""
 
 
 @dataclass(frozen=True)
 class Op(Generic[B]):
-    """An operation with several backends.
+    """An operation, such as attention, and its implementations (backends).
 
     Attributes:
-        name: name in messages and logs.
+        name: name of the operation in messages and logs.
         backends: all backends by name, best first.
     """
 
@@ -66,6 +66,7 @@ class Op(Generic[B]):
         return requested
 
     def _select_best(self, unsupported_reason: Callable[[B], str | None]) -> str:
+        """Return the name of the first backend for which `unsupported_reason` returns None, and log the choice."""
         skipped: list[str] = []
         for name, backend in self.backends.items():
             reason = unsupported_reason(backend)
@@ -79,6 +80,13 @@ class Op(Generic[B]):
 
 @functools.cache  # cached so that the log shows a choice once, not on every trace
 def log_choice(op: str, name: str, skipped: tuple[str, ...], level: int) -> None:
-    """Log an op's backend, and the reasons why better backends were skipped."""
+    """Log which backend an op uses.
+
+    Args:
+        op: name of the op.
+        name: name of the backend.
+        skipped: for each better backend, its name and the reason why it cannot run the call.
+        level: `logging` level.
+    """
     reasons = f" (skipped {'; '.join(skipped)})" if skipped else ""
     logger.log(level, "%s: using backend %r%s", op, name, reasons)

@@ -23,7 +23,7 @@ S = TypeVar("S")
 
 @runtime_checkable
 class KernelProblem(Protocol):
-    """Static parameters for a Pallas kernel call."""
+    """Static parameters for a Pallas kernel call; every op has a dataclass with more of them."""
 
     @property
     def platform(self) -> str:
@@ -37,10 +37,13 @@ L = TypeVar("L")
 class PallasKernel(ABC, Generic[P, L]):
     """Backend with a Pallas kernel for Hopper GPUs or TPUs.
 
+    P is the type of the problems that it runs, L the type of a launch's static parameters.
+
     Attributes:
         platform: "gpu" or "tpu".
-        module: kernel module, imported on first use as importing Pallas takes a third of a second.
-        settings: settings that an op's kernels share.
+        module: name of the module with the kernel. It is imported on first use, since importing Pallas takes a third of
+            a second.
+        settings: block sizes and interpreter parameters, which all kernels of an op share.
     """
 
     platform: ClassVar[str]
@@ -50,7 +53,10 @@ class PallasKernel(ABC, Generic[P, L]):
         self.settings = settings
 
     def unsupported_reason(self, problem: P) -> str | None:
-        """Return the reason why this kernel cannot run a problem, or None if it can."""
+        """Return the reason why this kernel cannot run a problem on the target chip, or None if it can.
+
+        If jax compiles for another platform than the kernel's, the chip's limits are not checked.
+        """
         is_interpreted = self.settings.interpreter is not None
         if problem.platform != self.platform and not is_interpreted:
             return f"it runs on {self.platform.upper()}s only"
@@ -67,27 +73,31 @@ class PallasKernel(ABC, Generic[P, L]):
 
     @abstractmethod
     def unsupported_problem(self, problem: P) -> str | None:
-        """Return the reason why the kernel cannot run a problem on any chip, or None if it can."""
+        """Return the reason why the kernel cannot run a problem on any chip of its platform, or None if it can."""
 
     @abstractmethod
     def launch(self, problem: P) -> L:
-        """Return the kernel call's static parameters, with block sizes that fit the target chip.
+        """Return the static parameters of the kernel call for a problem, with block sizes that fit the target chip.
 
         Raises:
             ValueError: no block sizes fit, requested or tuned ones are invalid, or jax does not know the chip.
         """
 
     def target_chip(self) -> TargetChip:
-        """Return the target chip, or the stand-in that the interpreter simulates."""
+        """Return the chip to compile for; in the interpreter, a small imaginary chip."""
         family: Any = hopper if self.platform == "gpu" else tpu
         chip: TargetChip = family.target_chip() if self.settings.interpreter is None else family.INTERPRETED
         return chip
 
     def kernel(self) -> Any:
+        """Import and return the module with the kernel."""
         return importlib.import_module(self.module)
 
     def _import_failure(self) -> str | None:
-        """Return the reason why the kernel cannot be imported, or None: names in Pallas differ between jax versions."""
+        """Return the reason why the kernel's module cannot be imported, or None if it can.
+
+        Names in Pallas differ between jax versions.
+        """
         try:
             self.kernel()
         except (ImportError, AttributeError) as error:
@@ -96,25 +106,28 @@ class PallasKernel(ABC, Generic[P, L]):
 
 
 class Settings:
-    """Settings for an op's Pallas kernels, scoped by context managers at trace time.
+    """Block sizes and interpreter parameters for all Pallas kernels of an op.
 
-    Requested block sizes come first, then sizes tuned for the chip and the class of shapes, then defaults. A JSON file
-    per chip holds the tuned sizes with their evidence:
+    Context managers change them for calls that are traced inside. Block sizes requested with `sized` replace the sizes
+    that were tuned for the chip and the class of shapes; these replace the defaults. A JSON file per chip,
+    `folder/CHIP.json`, holds the tuned sizes with their evidence:
 
         {"entries": [{"shape": {"head_dim": 128, ...}, "sizes": {"tile_keys": 1024, ...}, "evidence": {...}}, ...]}
-
-    Args:
-        folder: folder with the tuned sizes; None if nothing was tuned.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
+        """Read tuned block sizes from a folder with one file per chip; None if nothing was tuned."""
         self.folder = folder
         self._sizes: ContextVar[dict[str, int] | None] = ContextVar("sizes", default=None)
         self._interpreter: ContextVar[Any] = ContextVar("interpreter", default=None)
 
     @contextlib.contextmanager
     def interpreted(self, params: Any) -> Iterator[None]:
-        """Run calls traced inside in Pallas' interpreter, on any machine, with these parameters."""
+        """Run kernels that are called inside the context in Pallas' interpreter, on any machine.
+
+        Args:
+            params: value for the `interpret` argument of Pallas, such as `pltpu.InterpretParams()`.
+        """
         token = self._interpreter.set(params)
         try:
             yield
@@ -128,7 +141,7 @@ class Settings:
 
     @contextlib.contextmanager
     def sized(self, **sizes: int) -> Iterator[None]:
-        """Use these block sizes for calls traced inside; sizes that are not named keep their defaults."""
+        """Use these block sizes, by name, for calls that are traced inside; others keep their defaults."""
         token = self._sizes.set(sizes)
         try:
             yield
@@ -136,13 +149,13 @@ class Settings:
             self._sizes.reset(token)
 
     def sizes(self, kind: type[S], chip: str, shape: Mapping[str, int | str], **defaults: int) -> S:
-        """Return block sizes.
+        """Return the block sizes for a chip and a class of shapes, as an instance of `kind`.
 
         Args:
-            kind: dataclass for the block sizes.
-            chip: chip name.
-            shape: properties that all problems with the same tuned sizes have in common.
-            defaults: defaults for the chip that replace the dataclass's own.
+            kind: dataclass whose fields are block sizes, with default values.
+            chip: name of the chip, such as "h200".
+            shape: sizes and dtypes that identify the class of shapes in the chip's file.
+            **defaults: the chip's default sizes, which replace the dataclass's default values.
 
         Raises:
             ValueError: sizes are invalid or have unknown names, or the chip's file is malformed.
@@ -155,18 +168,19 @@ class Settings:
         return kind(**(defaults | given))
 
     def _tuned(self, chip: str, shape: Mapping[str, int | str]) -> dict[str, int]:
+        """Return the tuned block sizes by name from the chip's file; none if it has no entry for the shape class."""
         entries = () if self.folder is None else read_entries(self.folder / f"{chip}.json")
         return next((entry.sizes for entry in entries if entry.shape == shape), {})
 
 
 @dataclass(frozen=True)
 class TunedSizes:
-    """Block sizes that measured best for a class of shapes.
+    """Block sizes that were fastest in measurements for a class of shapes: one entry in a chip's file.
 
     Attributes:
-        shape: properties that all problems in the class have in common.
-        sizes: sizes that replace the defaults.
-        evidence: measurements with these and the previous sizes, with units in their names.
+        shape: sizes and dtypes that all problems in the class have in common.
+        sizes: block sizes by name, which replace the defaults.
+        evidence: measurements with these and the previous sizes; names end with the unit.
     """
 
     shape: dict[str, int | str]
@@ -176,7 +190,7 @@ class TunedSizes:
 
 @functools.cache
 def read_entries(path: Path) -> Sequence[TunedSizes]:
-    """Return the entries in a chip's file; none if there is no file.
+    """Return the entries in a chip's file with tuned block sizes, no entries if there is no file.
 
     Raises:
         ValueError: the file is malformed.

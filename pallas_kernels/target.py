@@ -14,7 +14,8 @@ class TargetChip:
     Attributes:
         name: chip name in tables with tuned sizes, such as "h200" or "v6e".
         num_cores: number of GPU multiprocessors or TPU TensorCores.
-        memory_bytes: shared memory per multiprocessor, or a kernel's fraction of a TPU's vector memory (VMEM).
+        memory_bytes: bytes of shared memory that a GPU thread block can use, or of vector memory (VMEM) for a TPU
+            kernel.
     """
 
     name: str

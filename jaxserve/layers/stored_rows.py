@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
-from jaxserve.pallas_kernels.narrow_floats import kept_beside
+from jaxserve.pallas_kernels.narrow_floats import tie_to_index
 
 # Elements that a CPU upcasts per slab. For few tokens a slab stays in the L2 cache, and its matmul below the size at
 # which XLA:CPU uses its thread pool; for many tokens the matmul is threaded, and large enough for that to pay.
@@ -42,13 +42,13 @@ class StoredRows:
 
     def take(self, ids: Int[Array, " T"]) -> Shaped[Array, "T columns"]:
         """Return the rows `ids`, clipped to valid ones."""
-        array, ids = kept_beside(self.array, ids)
+        array, ids = tie_to_index(self.array, ids)
         place = (*(slice(None),) * self.axis, ids)
         return jnp.moveaxis(array.at[place].get(mode="clip"), self.axis, 0)
 
     def block(self, start: Int[Array, ""], num_rows: int) -> Shaped[Array, "rows columns"]:
         """Return consecutive rows; a slice takes a TPU less memory than a gather."""
-        array, start = kept_beside(self.array, start)
+        array, start = tie_to_index(self.array, start)
         return jnp.moveaxis(lax.dynamic_slice_in_dim(array, start, num_rows, self.axis), self.axis, 0)
 
     def whole(self) -> Shaped[Array, "rows columns"]:

@@ -60,10 +60,10 @@ _default_backend: ContextVar[str] = ContextVar("default_backend", default=AUTO)
 
 @runtime_checkable
 class Backend(Protocol):
-    """Backend for one or more matrix formats."""
+    """Implementation of grouped matmuls for one or more matrix formats."""
 
     def unsupported_reason(self, problem: Any) -> str | None:
-        """Return the reason why this backend cannot run the problem, or None if it can."""
+        """Return the reason why this backend cannot run a `Problem`, or None if it can."""
 
     def multiply(
         self,
@@ -73,9 +73,17 @@ class Backend(Protocol):
         group_sizes: Any,
         layer: Int[Array, ""],
     ) -> Float[Array, "M out"]:
-        """Return the result in float32 or the result dtype; rows after the last group may have any values.
+        """Multiply each row of x by its group's transposed matrix; rows after the last group may get any values.
 
-        Float matrices are `[layers, G * N, K]`; `group_sizes` is None if the matrices are quantised.
+        Args:
+            problem: static parameters, a `Problem` or `QuantizedProblem`.
+            x: rows, sorted by group.
+            matrices: all layers' float matrices `[layers, G * N, K]`, a `PackedMatrix` or a `QuantizedStack`.
+            group_sizes: number of rows in each group, `[G]`; None if the matrices are quantised.
+            layer: layer whose matrices are used.
+
+        Returns:
+            Results in float32 or in the problem's result dtype.
         """
 
 
@@ -93,7 +101,11 @@ QUANTIZED_MATMUL: Op[Backend] = Op(
 
 @contextlib.contextmanager
 def using_matmul_backend(backend: str) -> Iterator[None]:
-    """Use a backend, "auto" or "xla", for all matmuls traced inside that request "auto"."""
+    """Run `grouped_matmul` calls with backend="auto" on this backend while they are traced inside the context.
+
+    Args:
+        backend: "xla", or "auto" to choose the best backend for each call.
+    """
     token = _default_backend.set(backend)
     try:
         yield
@@ -165,7 +177,11 @@ def _bind(
     result_dtype: jnp.dtype,
     num_shards: int,
 ) -> Problem:
-    """Check all shapes; return the static parameters."""
+    """Check the shapes and dtypes of `grouped_matmul`'s arguments, and return its static parameters.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+    """
     if isinstance(matrices, QuantizedStack):
         (num_matrices, N, K), stored = (1, *matrices.shape), matrices.elements
     elif isinstance(matrices, PackedMatrix):

@@ -18,15 +18,15 @@ SETTINGS = Settings(Path(__file__).parent / "tuned")
 
 @dataclass(frozen=True)
 class Tiles:
-    """Block sizes.
+    """Block sizes of a matmul kernel: an output tile is `[rows, outputs]`, computed one column block at a time.
 
     Attributes:
-        rows: x rows per tile.
-        outputs: matrix rows per tile.
-        columns: stored matrix columns per block.
+        rows: x rows per output tile.
+        outputs: matrix rows per output tile.
+        columns: columns of x and of the matrix per block; if a stored byte has two elements, bytes per matrix row.
         warpgroups: computing warpgroups per thread block; GPUs only.
-        stages: blocks in the shared-memory ring; GPUs only.
-        splits: number of column splits, each with separate work items (split-K).
+        stages: column blocks in the shared-memory ring; GPUs only.
+        splits: number of ranges of columns that are summed in separate work items (split-K).
     """
 
     rows: int
@@ -39,7 +39,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Launch(Generic[P]):
-    """Static parameters for one kernel launch.
+    """Static parameters for one launch of a matmul kernel.
 
     Attributes:
         problem: shapes and dtypes.
@@ -55,29 +55,25 @@ class Launch(Generic[P]):
 
     @property
     def num_row_tiles(self) -> int:
+        """Number of tiles that cover the x rows."""
         return -(-self.problem.num_rows // self.tiles.rows)
 
     @property
     def num_output_tiles(self) -> int:
-        """Number of matrix row tiles."""
+        """Number of tiles that cover the rows of one matrix."""
         return -(-self.problem.num_outputs // self.tiles.outputs)
 
     @property
     def num_blocks(self) -> int:
-        """Number of column blocks per work item."""
+        """Number of column blocks that are summed up for one output tile, or for one of its splits."""
         return self.problem.stored_columns // self.tiles.columns // self.tiles.splits
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments that select the interpreter."""
-        return {} if self.interpret is None else {"interpret": self.interpret}
 
 
 class MatmulKernel(PallasKernel[P, Launch[P]]):
-    """Pallas matmul kernel.
+    """Backend with a Pallas matmul kernel for problems of type P.
 
     Attributes:
-        limits: dataclass with the block size limits, which may be tuned.
+        limits: dataclass with the kernel's block size limits, whose fields tuned or requested sizes replace.
     """
 
     limits: ClassVar[type[Any]]
@@ -86,16 +82,19 @@ class MatmulKernel(PallasKernel[P, Launch[P]]):
         super().__init__(SETTINGS)
 
     def launch(self, problem: P) -> Launch[P]:
-        """Choose block sizes for the target chip."""
+        """Return a problem's static launch parameters, with block sizes chosen for the target chip.
+
+        Raises:
+            ValueError: no block sizes fit the chip, or the limits are invalid.
+        """
         chip = self.target_chip()
         limits = self.settings.sizes(self.limits, chip.name, problem.shape_class)
         return Launch(problem, self.choose_tiles(problem, limits, chip), chip, self.settings.interpreter)
 
     @abstractmethod
     def choose_tiles(self, problem: P, limits: Any, chip: TargetChip) -> Tiles:
-        """Return block sizes within `limits` that fit the chip; ValueError if there are none."""
+        """Return the block sizes for a problem, within the kernel's `limits` and the chip's memory.
 
-
-def round_up(x: int, multiple: int) -> int:
-    """Round up to a multiple."""
-    return -(-x // multiple) * multiple
+        Raises:
+            ValueError: no block sizes fit.
+        """

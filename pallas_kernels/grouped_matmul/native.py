@@ -26,9 +26,17 @@ def multiply(
     x: Float[Array, "M K"],
     matrices: PackedMatrix,
     group_sizes: Int32[Array, " G"],
-    layer: Int[Array, ""],  # zero: packed matrices belong to one layer
+    layer: Int[Array, ""],
 ) -> Float[Array, "M out"]:
-    """Return the result in float32, after SwiGLU if the matrices are gated."""
+    """Multiply each row of x by its group's matrix in one native call, in float32; apply SwiGLU if matrices are gated.
+
+    Args:
+        problem: static parameters; not used.
+        x: rows, sorted by group.
+        matrices: packed matrix for each group.
+        group_sizes: number of rows in each group; rows after the last group get zeros.
+        layer: zero, since packed matrices belong to one layer.
+    """
     out = jax.ShapeDtypeStruct((x.shape[0], matrices.num_outputs), jnp.float32)
     y: Array = jax.ffi.ffi_call(native.GROUPED_LINEAR, out)(
         x.astype(jnp.float32), matrices.weights, matrices.scales, matrices.zeros.reshape(-1), group_sizes

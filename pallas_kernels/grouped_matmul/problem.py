@@ -14,20 +14,19 @@ from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 
 ELEMENTS = ("int8", "int4", "e4m3", "e2m1")
 SCALES = ("float32", "bfloat16", FLOAT16_BITS.name, "float8_e4m3fn")
-OUTPUT_ALIGNMENT = (
-    16  # matrix rows; other numbers cut the scale lines that TMA copies, and XLA transposes them for TPUs
-)
+# Matrix rows: other numbers cut the scale lines that TMA copies, and XLA transposes them for TPUs.
+OUTPUT_ALIGNMENT = 16
 
 
 class QuantizedStack(NamedTuple):
-    """All layers' quantised matrices.
+    """All layers' quantised matrices, `[layers, out, in]`.
 
     Attributes:
         elements: elements, or bytes with two elements each (see `elements.packed`).
-        scale: a scale for each row and each column group; float16 scales as `FLOAT16_BITS`.
-        zero: a zero point for each scale; None for the element type's default.
+        scale: scale for each matrix row and each group of consecutive columns; float16 as `FLOAT16_BITS`.
+        zero: zero point for each scale; None for the element type's default.
         kind: element type, "int8", "e4m3", "int4" or "e2m1".
-        minimum: a minimum for each scale, only without zero points.
+        minimum: minimum for each scale, only without zero points.
     """
 
     elements: Shaped[Array, "layers out in_bytes"]
@@ -38,13 +37,13 @@ class QuantizedStack(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """One layer's [out, in]."""
+        """Shape of one layer's matrix, `(out, in)`, in elements."""
         _, num_outputs, row_bytes = self.elements.shape
         return num_outputs, row_bytes * (2 if self.kind in PACKED else 1)
 
     @property
     def offset(self) -> Shaped[Array, "layers groups out"] | None:
-        """Zero points or minima."""
+        """Zero points, or minima if there are none, or None."""
         return self.minimum if self.zero is None else self.zero
 
 
@@ -82,17 +81,17 @@ class Problem:
 
     @property
     def kernel_dtype(self) -> jnp.dtype:
-        """Dtype that Pallas kernels write: the result dtype if the matrices have it too, else float32."""
+        """Dtype that kernels for float matrices write: the result dtype if the matrices have it, else float32."""
         return self.result_dtype if self.result_dtype == self.matrix_dtype else jnp.dtype(jnp.float32)
 
     @property
     def mean_rows(self) -> int:
-        """Mean group size, rounded up to a power of two."""
+        """Mean number of x rows per group, rounded up to a power of two."""
         return _power_of_two(-(-self.num_rows // (self.num_groups * self.num_shards)))
 
     @property
     def stored_columns(self) -> int:
-        """Stored columns per matrix row; a byte with two elements is one column."""
+        """Number of stored columns per matrix row: one per element, or one per byte with two elements."""
         return self.num_inputs
 
     @property
@@ -106,10 +105,10 @@ class Problem:
         }
 
     def unsupported_reason(self, dtypes: Collection[str], *, outputs: int, inputs: int) -> str | None:
-        """Return the reason why a Pallas kernel cannot run this problem, or None if it can.
+        """Return the reason why a Pallas kernel for float matrices cannot run this problem, or None if it can.
 
         Args:
-            dtypes: supported dtypes for x and the matrices.
+            dtypes: dtypes for x and the matrices that the kernel supports.
             outputs: number that must divide the matrix rows.
             inputs: number that must divide the matrix columns.
         """
@@ -126,7 +125,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedProblem(Problem):
-    """Static parameters for a matmul with a quantised matrix and one group.
+    """Static parameters for a matmul of all x rows with one quantised matrix.
 
     Attributes:
         elements: element type, such as "int4".
@@ -144,32 +143,32 @@ class QuantizedProblem(Problem):
 
     @property
     def group_size(self) -> int:
-        """Consecutive columns that share a scale."""
+        """Number of consecutive matrix columns that share a scale."""
         return self.num_inputs // self.num_scale_groups
 
     @property
     def per_byte(self) -> int:
-        """Elements per stored byte. If there are two, the low bits hold the first half of a row."""
+        """Number of elements per stored byte: 2 if they have 4 bits, one from each half of a matrix row; else 1."""
         return 2 if self.elements in PACKED else 1
 
     @property
     def stored_columns(self) -> int:
-        """Bytes per stored matrix row."""
+        """Number of bytes per stored matrix row."""
         return self.num_inputs // self.per_byte
 
     @property
     def scales_elements(self) -> bool:
-        """True if elements are scaled before the matmul; False if one scale per matrix row multiplies its sum."""
+        """True if scales or minima differ between columns; False if one scale multiplies a whole row's sum."""
         return self.num_scale_groups > 1 or self.has_minimum
 
     @property
     def offset_bytes(self) -> int:
-        """Bytes per zero point or minimum; 0 if there are none."""
+        """Number of bytes per zero point (1) or minimum (4); 0 if there are neither."""
         return 1 if self.has_zero else 4 * self.has_minimum
 
     @property
     def matrix_bytes(self) -> int:
-        """Matrix bytes, including scales, zero points and minima."""
+        """Number of bytes in one layer's matrix, including scales, zero points and minima."""
         group_bytes = self.scale_dtype.itemsize + self.offset_bytes
         return self.num_outputs * (self.stored_columns + self.num_scale_groups * group_bytes)
 
@@ -186,7 +185,7 @@ class QuantizedProblem(Problem):
         }
 
     def block_groups(self, columns: int) -> int:
-        """Return how many scale groups a block with `columns` columns overlaps."""
+        """Return how many scale groups a block with `columns` matrix columns overlaps."""
         return max(1, columns // self.group_size)
 
     def unsupported_elements(self, dtypes: Collection[str]) -> str | None:
@@ -202,4 +201,5 @@ class QuantizedProblem(Problem):
 
 
 def _power_of_two(x: int) -> int:
+    """Round x up to a power of two."""
     return 1 << max(0, x - 1).bit_length()

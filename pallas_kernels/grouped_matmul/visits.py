@@ -1,4 +1,4 @@
-"""Visits: the order in which grouped matmul kernels multiply row tiles."""
+"""Visits: which tiles of x rows grouped matmul kernels multiply by which group's matrix, and in which order."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ from jaxtyping import Array, Int, Int32
 
 
 class Visits(NamedTuple):
-    """Row tiles that are multiplied by one group's matrix each, in group order.
+    """List of visits, in group order: in a visit, a tile of x rows is multiplied by one group's matrix.
 
-    Visits from index `num_visits` on have no rows. A visit's results are valid only in its group's rows.
+    The tile may contain other groups' rows, whose results in this visit are not valid. Visits from index `num_visits`
+    on are padding.
     """
 
     matrix: Int32[Array, "visits"]
-    """Matrix index."""
+    """Index of the group's matrix among all layers' matrices."""
     base: Int32[Array, "visits"]
-    """First tile row."""
+    """First x row in the tile."""
     begin: Int32[Array, "visits"]
-    """First group row in the tile."""
+    """First x row that is in the tile and in the group."""
     end: Int32[Array, "visits"]
-    """End of the group rows in the tile."""
+    """End of the x rows that are in the tile and in the group."""
     num_visits: Int32[Array, ""]
+    """Number of visits that are not padding."""
 
 
 def plan_visits(
     group_sizes: Int32[Array, "G"], first: Int[Array, ""], num_rows: int, tile_rows: int, alignment: int
 ) -> Visits:
-    """Return visits that multiply each group row once.
+    """List the visits that multiply each x row in a group once.
 
     Args:
-        group_sizes: rows in each group.
-        first: matrix index for group 0.
-        num_rows: x rows.
-        tile_rows: rows per tile.
-        alignment: divides each tile's first row. If it is `tile_rows`, groups share tiles. If it is smaller,
-            each group has its own tiles, which start less than `alignment` rows before the group.
+        group_sizes: number of x rows in each group.
+        first: index of group 0's matrix among all layers' matrices.
+        num_rows: number of x rows.
+        tile_rows: x rows per tile.
+        alignment: number of rows that divides each tile's first row. If it is `tile_rows`, neighbouring groups visit
+            the tile that contains rows of both. If it is smaller, each group has its own tiles, the first of which
+            starts less than `alignment` rows before the group.
     """
     G = group_sizes.shape[0]
     extra = 0 if alignment == tile_rows else G * (alignment - 1)

@@ -29,7 +29,17 @@ def multiply(
     group_sizes: Int32[Array, " G"],
     layer: Int[Array, ""],
 ) -> Float[Array, "M N"]:
-    """Return the result in float32; float32 matmuls are exact float32, as in `FloatMatrix`."""
+    """Multiply each row of x by its group's matrix with `ragged_dot`; return float32.
+
+    Float32 operands are multiplied in full float32 precision.
+
+    Args:
+        problem: static parameters.
+        x: rows, sorted by group.
+        matrices: all layers' matrices.
+        group_sizes: number of rows in each group; rows after the last group get zeros.
+        layer: layer whose matrices are used.
+    """
     local = matrices[0] if len(matrices) == 1 else lax.dynamic_index_in_dim(matrices, layer, keepdims=False)
     dtype = jnp.promote_types(x.dtype, matrices.dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT

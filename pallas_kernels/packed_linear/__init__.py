@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from numpy.typing import NDArray
 
 from jaxserve.pallas_kernels import native
-from jaxserve.pallas_kernels.narrow_floats import kept_beside
+from jaxserve.pallas_kernels.narrow_floats import tie_to_index
 
 __all__ = ["PANEL_ROWS", "PackedMatrix", "Packer", "abstract", "multiply", "pack", "rows", "unpack", "unsupported"]
 
@@ -277,7 +277,7 @@ def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]
     """Look up dequantised rows in a matrix that is not gated; row ids are clipped to the range."""
     assert not matrix.gated, "a table of rows has no gate"
     assert matrix.num_matrices == 1, "a table of rows is one matrix"
-    weights, row_ids = kept_beside(matrix.weights, jnp.clip(row_ids, 0, matrix.num_outputs - 1))
+    weights, row_ids = tie_to_index(matrix.weights, jnp.clip(row_ids, 0, matrix.num_outputs - 1))
     panel, lane = row_ids // PANEL_ROWS, row_ids % PANEL_ROWS
     found = weights[panel, :, 0, lane]  # [T, K]
     if matrix.word_columns is None:

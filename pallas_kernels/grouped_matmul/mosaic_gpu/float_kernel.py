@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,23 +24,25 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.float_matmul import ROW_ALIGNMENT
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.pipeline import ThreadBlock, i32, persistent_kernel, tiled
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.pipeline import ThreadBlock, persistent_kernel, tiled
 from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
+from jaxserve.pallas_kernels.kernel_values import Ref, Registers, Scalar
+from jaxserve.pallas_kernels.warpgroups import i32
 
-MATRIX, BASE, BEGIN, END = range(4)  # columns of the visits
+MATRIX, BASE, BEGIN, END = range(4)  # columns of the visit table, named as in `Visits`
 LOADING_REGISTERS = 72  # registers per loading thread if there are three warpgroups; two have enough anyway
 
 
 class Shared(NamedTuple):
-    """A thread block's shared memory and barriers."""
+    """A thread block's shared memory and barriers; a stage is a ring slot for one column block."""
 
-    x: Any  # [stages, rows, columns]
-    weight: Any  # [stages, outputs, columns]
-    out: Any  # [warpgroups, 64, outputs], results on their way to the output
-    ready: Any
-    free: Any
+    x: Ref  # [stages, rows, columns], x blocks
+    weight: Ref  # [stages, outputs, columns], matrix blocks
+    out: Ref  # [warpgroups, 64, outputs], results on their way to the output
+    ready: Ref  # barrier per stage: both blocks are loaded
+    free: Ref  # barrier per stage: all warpgroups have multiplied the blocks
 
 
 def multiply(
@@ -50,7 +52,15 @@ def multiply(
     group_sizes: Int32[Array, " G"],
     layer: Int[Array, ""],
 ) -> Float[Array, "M N"]:
-    """Run the kernel; rows after the last group are undefined."""
+    """Multiply each row of x by its group's matrix in one kernel launch; rows after the last group are undefined.
+
+    Args:
+        launch: static parameters.
+        x: rows sorted by group, padded to a multiple of eight and at least one tile.
+        matrices: all layers' matrices.
+        group_sizes: number of rows in each group.
+        layer: layer whose matrices are used.
+    """
     problem, tiles, dtype = launch.problem, launch.tiles, launch.problem.matrix_dtype
     shared = Shared(
         x=tiled((tiles.stages, tiles.rows, tiles.columns), dtype, tiles.columns),
@@ -73,45 +83,68 @@ def multiply(
 
 
 class GroupedThreadBlock(ThreadBlock[Problem]):
-    """Thread block with each visit's output tiles as work items."""
+    """Grouped matmul in one thread block; its work items are the output tiles of each visit.
+
+    Args:
+        launch: static parameters.
+        num_visits: number of visits, `[1]`.
+        visits: visit table, `[visits, 4]` with the columns MATRIX, BASE, BEGIN and END.
+        x: rows in global memory, `[padded, K]`.
+        matrices: matrices in global memory, `[layers * G, N, K]`.
+        out: output in global memory, `[M, N]`.
+        shared: shared memory.
+    """
 
     def __init__(
-        self, launch: Launch[Problem], num_visits: Any, visits: Any, x: Any, matrices: Any, out: Any, shared: Shared
+        self, launch: Launch[Problem], num_visits: Ref, visits: Ref, x: Ref, matrices: Ref, out: Ref, shared: Shared
     ) -> None:
         super().__init__(launch, num_visits[0] * launch.num_output_tiles, shared)
         self.visits, self.x, self.matrices, self.out = visits, x, matrices, out
 
-    def copier(self, number: Any) -> Callable[[Any, Any], None]:
+    def copier(self, number: Scalar) -> Callable[[Scalar, Scalar], None]:
+        """Return a function `copy(block, slot)`: it loads column block `block` of work item `number` to a ring slot."""
         shared, tiles = self.shared, self.launch.tiles
         visit, first_output = self._visit(number)
         rows = self.x.at[pl.ds(self.visits[visit, BASE], tiles.rows)]
         matrix = self.matrices.at[self.visits[visit, MATRIX], pl.ds(first_output, tiles.outputs)]
 
-        def copy(block: Any, slot: Any) -> None:
+        def copy(block: Scalar, slot: Scalar) -> None:
             columns = pl.ds(block * tiles.columns, tiles.columns)
             plgpu.copy_gmem_to_smem(rows.at[:, columns], shared.x.at[slot], shared.ready.at[slot])
             plgpu.copy_gmem_to_smem(matrix.at[:, columns], shared.weight.at[slot], shared.ready.at[slot])
 
         return copy
 
-    def compute_item(self, number: Any, warpgroup: Any) -> None:
+    def compute_item(self, number: Scalar, warpgroup: Scalar) -> None:
+        """Multiply and store computing warpgroup `warpgroup`'s 64 rows in work item `number`'s output tile."""
         visit, first_output = self._visit(number)
         shape = (WARPGROUP_ROWS, self.launch.tiles.outputs)
         y = pl.run_scoped(functools.partial(self._multiply, warpgroup, number), plgpu.ACC(shape, jnp.float32))
         self._store(y, visit, first_output, warpgroup)
 
-    def _visit(self, number: Any) -> tuple[Any, Any]:
-        """Return the visit (row tile with one group) for item `number`, and the first matrix row in its output tile."""
+    def _visit(self, number: Scalar) -> tuple[Scalar, Scalar]:
+        """Return the visit index of work item `number`, and the first matrix row in the item's output tile."""
         item, num_tiles = self.item(number), i32(self.launch.num_output_tiles)
         return lax.div(item, num_tiles), lax.rem(item, num_tiles) * self.launch.tiles.outputs
 
-    def _multiply(self, warpgroup: Any, number: Any, sums: Any) -> Any:
-        """Return the sums over all columns. A block is freed when the next wgmma has started: it is read by then."""
+    def _multiply(self, warpgroup: Scalar, number: Scalar, sums: Ref) -> Registers:
+        """Multiply computing warpgroup `warpgroup`'s 64 x rows by work item `number`'s matrix rows.
+
+        A block's ring slot is released when the next block's wgmma has started: the previous one is complete by then.
+
+        Args:
+            warpgroup: index of the warpgroup among the computing ones.
+            number: index of the item among this thread block's items.
+            sums: accumulator in registers, float32 zeros `[64, outputs]`.
+
+        Returns:
+            The sums over all columns, `[64, outputs]`.
+        """
         shared, num_blocks = self.shared, self.launch.num_blocks
         rows = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
         @pl.loop(0, num_blocks)
-        def add(block: Any) -> None:
+        def add(block: Scalar) -> None:
             slot = self.slot(number, block)
             plgpu.barrier_wait(shared.ready.at[slot])
             plgpu.wgmma(sums, shared.x.at[slot, rows], shared.weight.at[slot].transpose((1, 0)))
@@ -125,10 +158,16 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
         plgpu.barrier_arrive(shared.free.at[self.slot(number, num_blocks - 1)])
         return y
 
-    def _store(self, y: Any, visit: Any, first_output: Any, warpgroup: Any) -> None:
-        """Copy the group's rows to the output through shared memory.
+    def _store(self, y: Registers, visit: Scalar, first_output: Scalar, warpgroup: Scalar) -> None:
+        """Write the rows of `y` that belong to the visit's group to the output, through shared memory.
 
         Copies have static sizes: one copy per power of two adds up to any row count.
+
+        Args:
+            y: results, `[64, outputs]`, of computing warpgroup `warpgroup`.
+            visit: index of the visit.
+            first_output: first matrix row in the output tile: the first output column to write.
+            warpgroup: index of the warpgroup among the computing ones.
         """
         out = self.shared.out.at[warpgroup]
         out[...] = y.astype(out.dtype)
@@ -140,7 +179,7 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
         while size:
 
             @pl.when((num_rows & size) != 0)
-            def copy(done: Any = done, size: int = size) -> None:
+            def copy(done: Scalar = done, size: int = size) -> None:
                 plgpu.copy_smem_to_gmem(out.at[pl.ds(done, size)], self.out.at[pl.ds(base + done, size), columns])
 
             done, size = done + (num_rows & size), size // 2

@@ -21,12 +21,12 @@ MAX_WARPGROUPS = 2  # computing warpgroups per thread block
 
 @dataclass(frozen=True)
 class TileLimits:
-    """Tile size limits; tuned values override the defaults.
+    """Tile size limits of the Hopper kernel for float matrices; tuned values override the defaults.
 
     Attributes:
         warpgroups: maximum number of computing warpgroups, with 64 x rows each.
         outputs: maximum matrix rows per tile.
-        stages: maximum blocks in flight.
+        stages: maximum column blocks in the shared-memory ring.
     """
 
     warpgroups: int = MAX_WARPGROUPS
@@ -39,17 +39,20 @@ class TileLimits:
 
 
 class FloatMatmul(MatmulKernel[Problem]):
-    """Grouped float matmul on Hopper GPUs."""
+    """Backend for grouped matmuls with float matrices on Hopper GPUs."""
 
     platform = "gpu"
     module = f"{__package__}.float_kernel"
     limits = TileLimits
 
     def unsupported_problem(self, problem: Problem) -> str | None:
+        """Return why the kernel cannot run the problem on any Hopper GPU: a dtype or matrix size; None if it can."""
         return problem.unsupported_reason(DTYPES, outputs=MIN_OUTPUTS, inputs=MIN_INPUTS)
 
     def choose_tiles(self, problem: Problem, limits: TileLimits, chip: TargetChip) -> Tiles:
-        """Fit row tiles to the mean group size, and fill shared memory with blocks in flight."""
+        """Return tiles with 64 or 128 x rows, whichever suits the mean group size, and as many ring stages as shared
+        memory and `limits` allow.
+        """
         warpgroups = 1 if problem.mean_rows <= WARPGROUP_ROWS else min(limits.warpgroups, MAX_WARPGROUPS)
         outputs = next(size for size in (256, 128, 64) if size <= limits.outputs and problem.num_outputs % size == 0)
         columns = 64 if problem.num_inputs % 64 == 0 else 32
@@ -67,7 +70,15 @@ class FloatMatmul(MatmulKernel[Problem]):
         group_sizes: Int32[Array, " G"],
         layer: Int[Array, ""],
     ) -> Float[Array, "M N"]:
-        """Pad x to a multiple of eight rows and at least one tile, and run the kernel."""
+        """Multiply each row of x by its group's matrix; return float32 or the result dtype.
+
+        Args:
+            problem: static parameters.
+            x: rows, sorted by group.
+            matrices: all layers' matrices.
+            group_sizes: number of rows in each group; results after the last group are undefined.
+            layer: layer whose matrices are used.
+        """
         launch, M = self.launch(problem), problem.num_rows
         x = jnp.pad(x, ((0, max(-M % ROW_ALIGNMENT, launch.tiles.rows - M)), (0, 0)))
         y: Array = self.kernel().multiply(launch, x, matrices, group_sizes, layer)

@@ -24,12 +24,19 @@ from jaxserve.pallas_kernels.grouped_matmul.elements import PACKED, e2m1_floats
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.quantized_matmul import WGMMA_COLUMNS
 
 BIAS = {"bfloat16": 128, "float16": 1024}  # added to int4 codes: a float whose last bits are the code
+# Register layouts of `[64, columns]`: for bytes as loaded, and for 16-bit floats as wgmma reads them.
 LOADED, WANTED = plgpu.Layout.WGMMA_UPCAST_2X, plgpu.Layout.WGMMA
 _COLUMNS = 16  # columns per instruction
 
 
 def exchanged(stored: Shaped[Array, "out columns"], kind: str, interpret: Any) -> Shaped[Array, "out columns"]:
-    """Reorder bytes, which were loaded in the layout `LOADED`, to the register order that `floats` reads."""
+    """Exchange bytes between adjacent threads, so that each has the columns that wgmma reads from it; see `floats`.
+
+    Args:
+        stored: stored matrix bytes in registers, in the layout `LOADED`.
+        kind: element type, such as "int4".
+        interpret: parameters for the interpreter, which leaves the bytes as they are; None on a GPU.
+    """
     if interpret is not None:
         return stored
     # An even thread gets columns 0, 1, 8 and 9; packed columns 0 and 1 are kept apart.
@@ -52,14 +59,14 @@ def exchanged(stored: Shaped[Array, "out columns"], kind: str, interpret: Any) -
 def floats(
     elements: Shaped[Array, "out columns"], kind: str, dtype: jnp.dtype, part: int, unit: int, interpret: Any
 ) -> Shaped[Array, "out 64"]:
-    """Convert one 64-column unit to floats; int4 elements have `BIAS` added.
+    """Convert 64 columns of stored elements to floats in the layout `WANTED`; int4 codes get `BIAS` added.
 
     Args:
-        elements: bytes that `exchanged` returned.
-        kind: element type.
+        elements: bytes that `exchanged` returned, in registers.
+        kind: element type, such as "int4".
         dtype: result dtype, bfloat16 or float16.
-        part: index of the element in each byte.
-        unit: unit index.
+        part: element in each byte to convert: 0 for the low bits or the only element, 1 for the high bits.
+        unit: index of the 64 columns among the block's columns.
         interpret: parameters for the interpreter; None on a GPU.
     """
     if interpret is not None:
@@ -83,7 +90,12 @@ def floats(
 
 
 def joined(groups: Sequence[Shaped[Array, "out 64"]], interpret: Any) -> Shaped[Array, "out 64"]:
-    """Return the first columns from each array side by side, 64 in all, in the layout `WANTED`."""
+    """Concatenate the first `64 / len(groups)` columns of each array along the columns.
+
+    Args:
+        groups: arrays in registers, in the layout `WANTED`: each has one scale group's value in all columns.
+        interpret: parameters for the interpreter; None on a GPU.
+    """
     size = WGMMA_COLUMNS // len(groups)
     if len(groups) == 1:
         return groups[0]
@@ -105,6 +117,7 @@ def joined(groups: Sequence[Shaped[Array, "out 64"]], interpret: Any) -> Shaped[
 
 
 def _interpreted(stored: Shaped[Array, "out 64"], kind: str, dtype: jnp.dtype, part: int) -> Shaped[Array, "out 64"]:
+    """Convert stored elements to floats as `floats` does, by plain conversions for the interpreter."""
     if kind not in PACKED:
         return stored.astype(jnp.float32).astype(dtype)
     codes = stored.astype(jnp.int32)
@@ -113,7 +126,14 @@ def _interpreted(stored: Shaped[Array, "out 64"], kind: str, dtype: jnp.dtype, p
 
 
 def _code(kind: str, dtype: str, part: int, half: int) -> str:
-    """Return PTX that converts one pair of elements among the four bytes in $1 to a pair of floats in $0."""
+    """Return PTX that converts two elements from the 32-bit register $1 to two 16-bit floats in register $0.
+
+    Args:
+        kind: element type, such as "int4".
+        dtype: "bfloat16" or "float16".
+        part: element in each byte: 0 for the low bits or the only element, 1 for the high bits.
+        half: pair of bytes to convert, 0 or 1: the register has two pairs.
+    """
     shift = 8 * half + 4 * part  # from the pair's codes to the last bits in both register halves
     is_wide, floats = dtype == "bfloat16", "bf16x2" if dtype == "bfloat16" else "f16x2"
     match kind:
@@ -144,8 +164,10 @@ def _code(kind: str, dtype: str, part: int, half: int) -> str:
 
 
 def _i32_type() -> Any:
+    """Return the MLIR type i32."""
     return ir.IntegerType.get_signless(32)
 
 
 def _i32(x: int) -> Any:
+    """Return an MLIR constant of type i32."""
     return utils.c(x, _i32_type())

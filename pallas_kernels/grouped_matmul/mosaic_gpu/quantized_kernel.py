@@ -12,9 +12,8 @@ its sums are cut off.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,32 +25,46 @@ from jaxtyping import Array, Float, Float32, Int
 from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, INT4_ZERO
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu import fragments
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.pipeline import ThreadBlock, i32, persistent_kernel, tiled
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.pipeline import ThreadBlock, persistent_kernel, tiled
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.quantized_matmul import WGMMA_COLUMNS, scales_sums, sums_shape
 from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, QuantizedStack
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
+from jaxserve.pallas_kernels.kernel_values import Ref, Registers, Scalar
+from jaxserve.pallas_kernels.warpgroups import i32, load, spread
 
 LOADING_REGISTERS = {2: 40, 3: 56, 4: 32}  # registers per loading thread, by computing warpgroups
-_LOAD_PARAMETERS = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
 _LAYOUT = plgpu.Layout.WGMMA
 
 
 class Shared(NamedTuple):
-    """A thread block's shared memory and barriers."""
+    """A thread block's shared memory and barriers; a stage is a ring slot for one column block.
 
-    x: Any  # [stages, halves, rows, columns]: bytes with two elements meet x from both halves of a row
-    elements: Any  # [stages, outputs, columns]
-    scale: Any  # [stages, halves, groups, outputs]
-    offset: Any  # [stages, halves, groups, outputs], zero points or minima
-    weight: Any  # [warpgroups, 64, 64], for the interpreter, which has no wgmma with registers
-    ready: Any
-    free: Any
+    There are two halves if a stored byte holds two elements, one from each half of a matrix row; else one.
+    """
+
+    x: Ref  # [stages, halves, rows, columns], the x columns that the elements are multiplied by
+    elements: Ref  # [stages, outputs, columns], stored bytes
+    scale: Ref  # [stages, halves, groups, outputs]
+    offset: Ref  # [stages, halves, groups, outputs], zero points or minima
+    weight: Ref  # [warpgroups, 64, 64], for the interpreter, which has no wgmma with registers
+    ready: Ref  # barrier per stage: all copies are complete
+    free: Ref  # barrier per stage: all warpgroups have multiplied the block
 
 
 def multiply(
     launch: Launch[QuantizedProblem], x: Float[Array, "padded K"], matrix: QuantizedStack, layer: Int[Array, ""]
 ) -> Float32[Array, "splits padded outputs"]:
-    """Run the kernel; return the sums for each column split."""
+    """Multiply x by one layer's transposed quantised matrix in one kernel launch.
+
+    Args:
+        launch: static parameters.
+        x: rows, padded to whole row tiles.
+        matrix: quantised matrices for all layers.
+        layer: layer whose matrix is used.
+
+    Returns:
+        Sums over the columns in each split, padded to whole tiles; without the scales if there is one scale per row.
+    """
     run = persistent_kernel(
         launch,
         QuantizedThreadBlock,
@@ -65,6 +78,7 @@ def multiply(
 
 
 def shared_memory(launch: Launch[QuantizedProblem]) -> Shared:
+    """Return the shapes, dtypes and layouts of the shared memory to allocate per thread block, and its barriers."""
     tiles, problem = launch.tiles, launch.problem
     stages, halves, dtype = tiles.stages, problem.per_byte, problem.dtype
     unused = plgpu.SMEM((8,), jnp.float32)
@@ -84,29 +98,43 @@ def shared_memory(launch: Launch[QuantizedProblem]) -> Shared:
 
 
 class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
-    """Thread block with output tiles, or their column splits, as work items."""
+    """Matmul with a quantised matrix in one thread block; work items are output tiles, or their column splits.
+
+    Args:
+        launch: static parameters.
+        layer: layer whose matrix is used, `[1]`.
+        x: x in global memory, `[padded, K]`.
+        elements: stored elements in global memory, `[layers, N, bytes]`.
+        scale: scales in global memory, `[layers, groups, N]`.
+        offset: zero points or minima in global memory, shaped like `scale`; not read if there are none.
+        out: output in global memory, `[splits, padded, outputs]`.
+        shared: shared memory.
+    """
 
     def __init__(
         self,
         launch: Launch[QuantizedProblem],
-        layer: Any,
-        x: Any,
-        elements: Any,
-        scale: Any,
-        offset: Any,
-        out: Any,
+        layer: Ref,
+        x: Ref,
+        elements: Ref,
+        scale: Ref,
+        offset: Ref,
+        out: Ref,
         shared: Shared,
     ) -> None:
         self.layer, self.out = layer[0], out
         self.x, self.elements, self.scale, self.offset = x, elements, scale, offset
         super().__init__(launch, launch.num_row_tiles * launch.num_output_tiles * launch.tiles.splits, shared)
 
-    def copier(self, number: Any) -> Callable[[Any, Any], None]:
+    def copier(self, number: Scalar) -> Callable[[Scalar, Scalar], None]:
+        """Return a function `copy(block, slot)` that loads column block `block` of work item `number` to a ring slot:
+        x columns, elements, scales and offsets.
+        """
         shared, problem, tiles = self.shared, self.launch.problem, self.launch.tiles
         first_row, first_output, split = self._tile(number)
         rows, outputs = pl.ds(first_row, tiles.rows), pl.ds(first_output, tiles.outputs)
 
-        def copy(block: Any, slot: Any) -> None:
+        def copy(block: Scalar, slot: Scalar) -> None:
             ready = shared.ready.at[slot]
             start = (split * self.launch.num_blocks + block) * tiles.columns
             stored = self.elements.at[self.layer, outputs, pl.ds(start, tiles.columns)]
@@ -124,30 +152,33 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
 
         return copy
 
-    def compute_item(self, number: Any, warpgroup: Any) -> None:
+    def compute_item(self, number: Scalar, warpgroup: Scalar) -> None:
+        """Multiply and store computing warpgroup `warpgroup`'s 64 matrix rows in work item `number`'s output tile."""
         is_sum_scaled = scales_sums(self.launch.problem, self.launch.tiles.rows)
         multiply = self._multiply_groups if is_sum_scaled else self._multiply
         self._store(multiply(warpgroup, number), number, warpgroup)
 
-    def _tile(self, number: Any) -> tuple[Any, Any, Any]:
+    def _tile(self, number: Scalar) -> tuple[Scalar, Scalar, Scalar]:
         """Return the first x row, first matrix row and column split of this thread block's item `number`."""
         tiles, num_output_tiles, item = self.launch.tiles, i32(self.launch.num_output_tiles), self.item(number)
         split, tile = lax.rem(item, i32(tiles.splits)), lax.div(item, i32(tiles.splits))
         row_tile, output_tile = lax.div(tile, num_output_tiles), lax.rem(tile, num_output_tiles)
         return row_tile * tiles.rows, output_tile * tiles.outputs, split
 
-    def _multiply(self, warpgroup: Any, number: Any) -> Any:
-        """Compute one work item's float32 sums, with elements scaled before the matmul unless scales are per row.
+    def _multiply(self, warpgroup: Scalar, number: Scalar) -> Registers:
+        """Return one work item's float32 sums, `[64, x rows]`; elements are scaled before the matmul.
+
+        Elements with one scale per matrix row are not scaled: `QuantizedMatmul.multiply` scales the sums.
 
         Args:
             warpgroup: index of the computing warpgroup, which has 64 matrix rows.
-            number: index among this thread block's items.
+            number: index of the item among this thread block's items.
         """
         tiles = self.launch.tiles
 
-        def multiply(acc: Any) -> Any:
+        def multiply(acc: Ref) -> Registers:
             @pl.loop(0, self.launch.num_blocks)
-            def add(block: Any) -> None:
+            def add(block: Scalar) -> None:
                 slot, elements = self._next_block(number, block, warpgroup)
                 for half in range(self.launch.problem.per_byte):
                     for unit in range(tiles.columns // WGMMA_COLUMNS):
@@ -161,12 +192,12 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
 
         return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, tiles.rows), jnp.float32))
 
-    def _multiply_groups(self, warpgroup: Any, number: Any) -> Any:
-        """Compute one work item's float32 sums, with scales applied to each column group's sum instead of its elements.
+    def _multiply_groups(self, warpgroup: Scalar, number: Scalar) -> Registers:
+        """Return one work item's float32 sums, `[64, x rows]`; scales multiply each column group's sum.
 
         Args:
             warpgroup: index of the computing warpgroup, which has 64 matrix rows.
-            number: index among this thread block's items.
+            number: index of the item among this thread block's items.
         """
         problem, tiles = self.launch.problem, self.launch.tiles
         shape, num_units = (WARPGROUP_ROWS, tiles.rows), tiles.columns // WGMMA_COLUMNS
@@ -174,13 +205,13 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         group_units = min(problem.group_size, tiles.columns) // WGMMA_COLUMNS
 
         @pl.loop(0, self.launch.num_blocks, init_carry=plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT))
-        def totals(block: Any, total: Any) -> Any:
+        def totals(block: Scalar, total: Registers) -> Registers:
             slot, elements = self._next_block(number, block, warpgroup)
             weight = self._weight(slot, elements, *units[0], warpgroup)
             for first in range(0, len(units), group_units):
                 half, group = units[first][0], units[first][1] // group_units
 
-                def multiply(acc: Any, weight: Any = weight, first: int = first) -> tuple[Any, Any]:
+                def multiply(acc: Ref, weight: Registers = weight, first: int = first) -> tuple[Registers, Registers]:
                     for index in range(first, first + group_units):
                         self._start_wgmma(acc, weight, slot, *units[index], warpgroup)
                         if index > first:
@@ -190,27 +221,43 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
                     return acc[...], weight
 
                 sums, weight = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-                total += sums * _spread(self._grid_row(self.shared.scale.at[slot, half, group], warpgroup), shape)
+                scales = self._row_floats(self.shared.scale.at[slot, half, group], warpgroup)
+                total += sums * spread(scales, shape, _LAYOUT)
             self._free_block(slot)
             return total
 
         return totals
 
-    def _next_block(self, number: Any, block: Any, warpgroup: Any) -> tuple[Any, Any]:
-        """Wait for a block; return its slot, and the stored elements for this warpgroup's matrix rows."""
+    def _next_block(self, number: Scalar, block: Scalar, warpgroup: Scalar) -> tuple[Scalar, Registers]:
+        """Wait until column block `block` of work item `number` is in shared memory.
+
+        Returns:
+            The block's ring slot, and the stored bytes `[64, columns]` for computing warpgroup `warpgroup`'s matrix
+            rows, in the register order that `fragments.floats` reads.
+        """
         slot = self.slot(number, block)
         plgpu.barrier_wait(self.shared.ready.at[slot])
         outputs = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        stored = _load(self.shared.elements.at[slot, outputs], fragments.LOADED)
+        stored = load(self.shared.elements.at[slot, outputs], fragments.LOADED)
         return slot, fragments.exchanged(stored, self.launch.problem.elements, self.launch.interpret)
 
-    def _free_block(self, slot: Any) -> None:
+    def _free_block(self, slot: Scalar) -> None:
+        """Inform the loading warpgroup that this warpgroup no longer needs the block in ring slot `slot`."""
         if self.launch.interpret is not None:  # its barriers do not order earlier reads before later copies
             plgpu.commit_smem()
         plgpu.barrier_arrive(self.shared.free.at[slot])
 
-    def _start_wgmma(self, acc: Any, weight: Any, slot: Any, half: int, unit: int, warpgroup: Any) -> None:
-        """Start to multiply one 64-column unit and add the result to `acc`."""
+    def _start_wgmma(self, acc: Ref, weight: Registers, slot: Scalar, half: int, unit: int, warpgroup: Scalar) -> None:
+        """Start `acc += weight @ x.T` by wgmma for 64 columns, without waiting for the result.
+
+        Args:
+            acc: accumulator in registers, `[64, x rows]`.
+            weight: matrix elements, `[64, 64]`, in x's dtype.
+            slot: ring slot with the x block.
+            half: index of x's columns in the slot: those for the low or for the high bits of each stored byte.
+            unit: index of the 64 columns in the block.
+            warpgroup: index of the computing warpgroup.
+        """
         x = self.shared.x.at[slot, half, :, pl.ds(unit * WGMMA_COLUMNS, WGMMA_COLUMNS)].transpose((1, 0))
         if self.launch.interpret is not None:  # it has no wgmma with registers
             self.shared.weight[warpgroup] = weight
@@ -218,17 +265,29 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
             weight = self.shared.weight.at[warpgroup]
         plgpu.wgmma(acc, weight, x)
 
-    def _weight(self, slot: Any, elements: Any, half: int, unit: int, warpgroup: Any) -> Any:
-        """Return a 64-column unit's elements as 16-bit floats, scaled unless their sums are."""
+    def _weight(self, slot: Scalar, elements: Registers, half: int, unit: int, warpgroup: Scalar) -> Registers:
+        """Convert 64 columns of stored elements to floats in x's dtype, scaled unless scales multiply the sums.
+
+        Args:
+            slot: ring slot with the scales and offsets.
+            elements: stored bytes `[64, columns]` from `_next_block`.
+            half: 0 for the elements in the low bits of each byte, 1 for the high bits; 0 if bytes have one element.
+            unit: index of the 64 columns in the block.
+            warpgroup: index of the computing warpgroup.
+
+        Returns:
+            Matrix elements, `[64, 64]`.
+        """
         launch, problem, shared, dtype = self.launch, self.launch.problem, self.shared, self.launch.problem.dtype
         values = fragments.floats(elements, problem.elements, dtype, half, unit, launch.interpret)
 
-        def spread_groups(grid: Any, convert: Any) -> Any:
-            """Return the converted scale or offset for each element."""
+        def spread_groups(grid: Ref, convert: Callable[[Registers], Registers]) -> Registers:
+            """Return each element's converted scale or offset, `[64, 64]`; `grid` is the shared memory with all."""
             count = problem.block_groups(WGMMA_COLUMNS)
             first = unit * WGMMA_COLUMNS // problem.group_size if launch.tiles.columns > problem.group_size else 0
-            rows = [convert(self._grid_row(grid.at[slot, half, first + group], warpgroup)) for group in range(count)]
-            return fragments.joined([_spread(row, (WARPGROUP_ROWS, WGMMA_COLUMNS)) for row in rows], launch.interpret)
+            rows = [convert(self._row_floats(grid.at[slot, half, first + group], warpgroup)) for group in range(count)]
+            shape = (WARPGROUP_ROWS, WGMMA_COLUMNS)
+            return fragments.joined([spread(row, shape, _LAYOUT) for row in rows], launch.interpret)
 
         if problem.elements == "int4":
             bias = fragments.BIAS[dtype.name]
@@ -246,27 +305,24 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
             values -= spread_groups(shared.offset, lambda minimum: minimum)
         return values.astype(dtype)
 
-    def _grid_row(self, grid: Any, warpgroup: Any) -> Any:
-        """Return a group's scales, zero points or minima for this warpgroup's matrix rows, as floats."""
-        values = _load(grid.at[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)], _LAYOUT.reduce(1))
+    def _row_floats(self, group: Ref, warpgroup: Scalar) -> Registers:
+        """Load one column group's scales, zero points or minima as float32 for a warpgroup's 64 matrix rows.
+
+        Args:
+            group: one value per matrix row in shared memory, `[outputs]`.
+            warpgroup: index of the computing warpgroup.
+        """
+        values = load(group.at[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)], _LAYOUT.reduce(1))
         if values.dtype == FLOAT16_BITS:
             values = lax.bitcast_convert_type(values, jnp.float16)
         return (values.astype(jnp.int32) if values.dtype == jnp.uint8 else values).astype(jnp.float32)
 
-    def _store(self, sums: Any, number: Any, warpgroup: Any) -> None:
-        """Write sums to the output, transposed, in 32-byte pieces per row."""
+    def _store(self, sums: Registers, number: Scalar, warpgroup: Scalar) -> None:
+        """Write `sums`, `[64 matrix rows, x rows]`, to work item `number`'s output tile, transposed.
+
+        The layout makes each thread write 32 adjacent bytes per x row.
+        """
         first_row, first_output, split = self._tile(number)
         outputs = pl.ds(first_output + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         out = self.out.at[split, pl.ds(first_row, self.launch.tiles.rows), outputs]
         out.transpose((1, 0))[...] = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
-
-
-def _load(ref: Any, layout: Any) -> Any:
-    """Load from memory to registers."""
-    index = [()] if "idx" in _LOAD_PARAMETERS else []  # jax 0.10 requires the argument
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
-
-
-def _spread(values: Any, shape: tuple[int, int]) -> Any:
-    """Broadcast one value per matrix row over all columns."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), _LAYOUT)

@@ -28,13 +28,13 @@ LATENCY_BYTES = 24 * 1024  # bytes that a multiprocessor can load in the time to
 
 @dataclass(frozen=True)
 class TileLimits:
-    """Tile size limits; tuned values override the defaults.
+    """Tile size limits of the Hopper kernel for quantised matrices; tuned values override the defaults.
 
     Attributes:
-        rows: maximum x rows per work item. Each row tile reads and dequantises the matrix again.
-        columns: maximum bytes per matrix row in a block.
+        rows: maximum x rows per tile. Each row tile reads and dequantises the matrix again.
+        columns: maximum bytes per matrix row in a column block.
         warpgroups: maximum computing warpgroups, with 64 matrix rows each.
-        stages: maximum blocks in flight.
+        stages: maximum column blocks in the shared-memory ring.
     """
 
     rows: int = MAX_ROWS
@@ -54,13 +54,17 @@ class TileLimits:
 
 
 class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
-    """Matmul with quantised matrices on Hopper GPUs."""
+    """Backend for matmuls with quantised matrices on Hopper GPUs."""
 
     platform = "gpu"
     module = f"{__package__}.quantized_kernel"
     limits = TileLimits
 
     def unsupported_problem(self, problem: QuantizedProblem) -> str | None:
+        """Return why the kernel cannot run the problem on any Hopper GPU: a dtype, matrix size or scale group size.
+
+        Return None if it can.
+        """
         if (reason := problem.unsupported_elements(DTYPES)) is not None:
             return reason
         if problem.has_zero and problem.elements != "int4":
@@ -74,7 +78,11 @@ class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
         return None
 
     def choose_tiles(self, problem: QuantizedProblem, limits: TileLimits, chip: TargetChip) -> Tiles:
-        """Return the tiles with the lowest estimated time."""
+        """Return the tiles, within `limits` and shared memory, with the lowest estimated time (`_cost`).
+
+        Raises:
+            ValueError: shared memory does not hold two column blocks.
+        """
         num_tiles = -(-problem.num_rows // limits.rows)
         rows = -(-problem.num_rows // (num_tiles * ROW_MULTIPLE)) * ROW_MULTIPLE  # about equal tiles
         min_warpgroups = min(MAX_ROWS_BY_WARPGROUPS)
@@ -107,7 +115,15 @@ class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
         group_sizes: None,
         layer: Int[Array, ""],
     ) -> Float[Array, "T N"]:
-        """Run the kernel, add up the splits, and apply a single scale per matrix row."""
+        """Multiply x by one layer's transposed quantised matrix; return float32.
+
+        Args:
+            problem: static parameters.
+            x: rows.
+            matrix: quantised matrices for all layers.
+            group_sizes: None, since all rows have one matrix.
+            layer: layer whose matrix is used.
+        """
         launch = self.launch(problem)
         _, padded_rows, _ = sums_shape(launch)
         x = jnp.pad(x, ((0, padded_rows - problem.num_rows), (0, 0)))
@@ -120,33 +136,52 @@ KERNEL = QuantizedMatmul()
 
 
 def scales_sums(problem: QuantizedProblem, rows: int) -> bool:
-    """Return whether the kernel scales group sums: exact, and cheap for few x rows and large groups."""
+    """Return whether scales multiply each scale group's float32 sums instead of the matrix elements.
+
+    This rounds nothing, and is cheaper for few x rows per tile (`rows`) and large groups.
+    """
     size = problem.group_size
     max_rows = 0 if size % WGMMA_COLUMNS else SCALED_SUM_ROWS if size == WGMMA_COLUMNS else 2 * SCALED_SUM_ROWS
     return problem.scales_elements and not problem.has_minimum and rows <= max_rows
 
 
 def sums_shape(launch: Launch[QuantizedProblem]) -> tuple[int, int, int]:
-    """Return the kernel's output shape: splits, x rows and matrix rows, both padded to whole tiles."""
+    """Return the kernel's output shape: (splits, x rows, matrix rows), both padded to whole tiles."""
     tiles = launch.tiles
     return tiles.splits, launch.num_row_tiles * tiles.rows, launch.num_output_tiles * tiles.outputs
 
 
 def _grid_bytes(problem: QuantizedProblem, columns: int, warpgroups: int) -> tuple[int, ...]:
-    """Return the bytes that a block's scales take, and its zero points or minima."""
+    """Return the shared-memory bytes of a column block's scales, and of its zero points or minima; omit absent ones.
+
+    Args:
+        problem: static parameters.
+        columns: stored bytes per matrix row in the block.
+        warpgroups: computing warpgroups, with 64 matrix rows each.
+    """
     count = problem.block_groups(columns) * warpgroups * WARPGROUP_ROWS
     sizes = (problem.scale_dtype.itemsize if problem.scales_elements else 0, problem.offset_bytes)
     return tuple(count * size for size in sizes if size)
 
 
 def _stage_bytes(problem: QuantizedProblem, rows: int, columns: int, warpgroups: int) -> int:
-    """Return the shared-memory bytes per block."""
+    """Return the shared-memory bytes per ring stage: a column block of x, elements, scales and offsets.
+
+    Args:
+        problem: static parameters.
+        rows: x rows in the block.
+        columns: stored bytes per matrix row in the block.
+        warpgroups: computing warpgroups, with 64 matrix rows each.
+    """
     x_bytes, element_bytes = rows * columns * problem.dtype.itemsize, warpgroups * WARPGROUP_ROWS * columns
     return problem.per_byte * (x_bytes + sum(_grid_bytes(problem, columns, warpgroups))) + element_bytes
 
 
 def _cost(problem: QuantizedProblem, tiles: Tiles, num_cores: int) -> float:
-    """Return the bytes that the busiest multiprocessor loads and stores; cached bytes count half."""
+    """Estimate a kernel's time as the bytes that the busiest multiprocessor loads and stores.
+
+    Bytes from the L2 cache (x, sums) count half.
+    """
     row_tiles = -(-problem.num_rows // tiles.rows)
     items = row_tiles * -(-problem.num_outputs // tiles.outputs) * tiles.splits
     x_bytes = tiles.rows * problem.num_inputs * problem.dtype.itemsize

@@ -11,8 +11,6 @@ A group's consecutive visits read its matrix once, unless the matrix columns are
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,6 +22,7 @@ from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.pipeline import pipelined_kernel
 from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
+from jaxserve.pallas_kernels.kernel_values import Ref, Registers
 
 
 def multiply(
@@ -33,7 +32,15 @@ def multiply(
     group_sizes: Int32[Array, " G"],
     layer: Int[Array, ""],
 ) -> Float[Array, "padded N"]:
-    """Run the kernel; rows after the last group are undefined."""
+    """Multiply each row of x by its group's matrix in one kernel launch; rows after the last group are undefined.
+
+    Args:
+        launch: static parameters.
+        x: rows sorted by group, padded to whole memory tiles.
+        matrices: all layers' matrices.
+        group_sizes: number of rows in each group.
+        layer: layer whose matrices are used.
+    """
     tiles, problem = launch.tiles, launch.problem
     visits = plan_visits(group_sizes, layer * problem.num_groups, problem.num_rows, tiles.rows, tiles.rows)
     scalars = (visits.matrix, visits.base, visits.begin, visits.end)
@@ -64,9 +71,9 @@ def multiply(
 
 
 def _bytes_accessed(launch: Launch[Problem]) -> int:
-    """Return the bytes accessed if each group's matrix is read once, for the cost estimate.
+    """Estimate the HBM bytes that the kernel reads and writes if it reads each group's matrix once.
 
-    The group sizes are unknown while tracing; at most one group per row is assumed to have rows.
+    The group sizes are unknown while tracing; at most one group per x row is assumed to have rows.
     """
     problem = launch.problem
     M, N, K = problem.num_rows, problem.num_outputs, problem.num_inputs
@@ -75,8 +82,23 @@ def _bytes_accessed(launch: Launch[Problem]) -> int:
 
 
 def _kernel(
-    launch: Launch[Problem], matrix: Any, base: Any, begin: Any, end: Any, x: Any, weight: Any, out: Any, *scratch: Any
+    launch: Launch[Problem], matrix: Ref, base: Ref, begin: Ref, end: Ref, x: Ref, weight: Ref, out: Ref, *scratch: Ref
 ) -> None:
+    """Multiply one visit's x rows by one matrix block, in grid step (output tile, visit, column block).
+
+    The last column block's step stores the sums of the rows that belong to the visit's group.
+
+    Args:
+        launch: static parameters.
+        matrix: scalars in SMEM, as in `Visits`, one per visit; used only to choose the blocks.
+        base: first x row in each visit's tile.
+        begin: first x row to store for each visit.
+        end: end of the x rows to store for each visit.
+        x: x block in VMEM, `[rows, columns]`.
+        weight: matrix block in VMEM, `[outputs, columns]`.
+        out: output tile in VMEM, `[rows, outputs]`.
+        *scratch: float32 sums in VMEM, `[rows, outputs]`; none if there is one column block.
+    """
     del matrix
     visit, block = pl.program_id(1), pl.program_id(2)
     partial_sums = lax.dot_general(
@@ -87,7 +109,7 @@ def _kernel(
         preferred_element_type=jnp.float32,
     )
 
-    def store(y: Any) -> None:
+    def store(y: Registers) -> None:
         row = base[visit] + lax.broadcasted_iota(jnp.int32, y.shape, 0)
         is_in_group = (row >= begin[visit]) & (row < end[visit])
         out[...] = jnp.where(is_in_group, y.astype(out.dtype), out[...])

@@ -7,22 +7,23 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxserve.pallas_kernels.grouped_matmul.launch import MatmulKernel, Tiles, round_up
+from jaxserve.pallas_kernels.grouped_matmul.launch import MatmulKernel, Tiles
 from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxserve.pallas_kernels.target import TargetChip
+from jaxserve.pallas_kernels.tpu import LANES, round_up
 
 DTYPES = ("bfloat16", "float32")
-LANES = 128  # elements per memory tile row
 
 
 @dataclass(frozen=True)
 class TileLimits:
-    """Tile size limits; tuned values override the defaults.
+    """Block size limits of the TPU kernel for float matrices; tuned values override the defaults.
 
     Attributes:
-        weight_bytes: maximum matrix block bytes; copying a block should take longer than a grid step's overhead.
-        min_rows: minimum rows per tile, for small groups: loading MXU weights costs as much as multiplying 128 rows.
-        max_rows: maximum rows per tile.
+        weight_bytes: maximum bytes per matrix block. A copy of a block should take longer than a grid step's overhead.
+        min_rows: minimum x rows per tile, also for smaller groups: loading a matrix into the MXU costs as much time as
+            multiplying 128 rows by it.
+        max_rows: maximum x rows per tile.
     """
 
     weight_bytes: int = 2 * 2**20
@@ -31,18 +32,23 @@ class TileLimits:
 
 
 class FloatMatmul(MatmulKernel[Problem]):
-    """Grouped float matmul on TPUs; float32 matmuls are exact float32."""
+    """Backend for grouped matmuls with float matrices on TPUs; float32 operands are multiplied in full precision."""
 
     platform = "tpu"
     module = f"{__package__}.float_kernel"
     limits = TileLimits
 
     def unsupported_problem(self, problem: Problem) -> str | None:
+        """Return why the kernel cannot run the problem on any TPU: a dtype or matrix size; None if it can."""
         # XLA stores matrices with other column counts transposed, and would copy all layers' matrices.
         return problem.unsupported_reason(DTYPES, outputs=sublanes(problem.matrix_dtype), inputs=LANES)
 
     def choose_tiles(self, problem: Problem, limits: TileLimits, chip: TargetChip) -> Tiles:
-        """Fit row tiles to the mean group size, and prefer blocks with whole matrix rows."""
+        """Return row tiles near the mean group size, and matrix blocks with whole rows if they fit `limits` and VMEM.
+
+        Raises:
+            ValueError: no block fits.
+        """
         itemsize, N, K = problem.matrix_dtype.itemsize, problem.num_outputs, problem.num_inputs
         rows = min(max(problem.mean_rows, limits.min_rows), limits.max_rows)
         rows = round_up(min(rows, problem.num_rows), sublanes(problem.matrix_dtype))
@@ -72,7 +78,15 @@ class FloatMatmul(MatmulKernel[Problem]):
         group_sizes: Int32[Array, " G"],
         layer: Int[Array, ""],
     ) -> Float[Array, "M N"]:
-        """Pad x to whole memory tiles and run the kernel."""
+        """Multiply each row of x by its group's matrix; return float32 or the result dtype.
+
+        Args:
+            problem: static parameters.
+            x: rows, sorted by group.
+            matrices: all layers' matrices.
+            group_sizes: number of rows in each group; results after the last group are undefined.
+            layer: layer whose matrices are used.
+        """
         x = jnp.pad(x, ((0, -problem.num_rows % sublanes(x.dtype)), (0, 0)))
         y: Array = self.kernel().multiply(self.launch(problem), x, matrices, group_sizes, layer)
         return y[: problem.num_rows]
@@ -82,11 +96,16 @@ KERNEL = FloatMatmul()
 
 
 def sublanes(dtype: jnp.dtype) -> int:
-    """Return the rows per memory tile."""
+    """Return the number of rows in a memory tile of this dtype, 8 for float32 and 16 for bfloat16."""
     return 32 // dtype.itemsize
 
 
 def block_bytes(tiles: Tiles, itemsize: int) -> int:
-    """Return the VMEM bytes: two buffers for each copied block, and the sums."""
+    """Return the kernel's VMEM bytes: two buffers for each copied block, and the sums.
+
+    Args:
+        tiles: block sizes.
+        itemsize: bytes per element of x and the matrices.
+    """
     copied = (tiles.rows + tiles.outputs) * tiles.columns * itemsize
     return 2 * copied + 3 * tiles.rows * round_up(tiles.outputs, LANES) * 4

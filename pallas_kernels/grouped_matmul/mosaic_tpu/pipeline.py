@@ -23,7 +23,17 @@ def pipelined_kernel(
     bytes_accessed: int,
     name: str,
 ) -> Callable[..., Array]:
-    """Return a function that runs the kernel for each grid step; only the first grid dimension may be reordered."""
+    """Return a function that runs a TPU matmul kernel for each step of its Pallas grid, and returns its output.
+
+    Args:
+        launch: static parameters.
+        kernel: kernel body, called in each grid step with `launch` and references to the step's blocks in VMEM.
+        grid_spec: grid, and the blocks that each step reads and writes. Only the first grid dimension may be reordered
+            or divided among cores.
+        out: output shape and dtype.
+        bytes_accessed: HBM bytes that the kernel reads and writes, for XLA's cost estimate.
+        name: kernel name in profiles.
+    """
     problem = launch.problem
     flops = 2 * problem.num_rows * problem.num_outputs * problem.num_inputs
     semantics: Any = ("parallel", *["arbitrary"] * (len(grid_spec.grid) - 1))
@@ -37,6 +47,6 @@ def pipelined_kernel(
         ),
         cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=bytes_accessed),
         name=name,
-        **launch.options,
+        **({} if launch.interpret is None else {"interpret": launch.interpret}),
     )
     return run

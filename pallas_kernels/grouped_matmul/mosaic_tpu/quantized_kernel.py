@@ -27,18 +27,26 @@ from jaxserve.pallas_kernels.grouped_matmul.elements import INT4_ZERO, e2m1_floa
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.pipeline import pipelined_kernel
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.quantized_matmul import (
-    LANES,
     SCALE_SUBLANES,
     loop_columns,
     num_narrow_grids,
 )
 from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, QuantizedStack
+from jaxserve.pallas_kernels.kernel_values import Ref, Registers, Scalar
+from jaxserve.pallas_kernels.tpu import LANES
 
 
 def multiply(
     launch: Launch[QuantizedProblem], x: Float[Array, "padded K"], matrix: QuantizedStack, layer: Int[Array, ""]
 ) -> Float[Array, "padded N"]:
-    """Run the kernel."""
+    """Multiply x by one layer's transposed quantised matrix, scales included, in one kernel launch.
+
+    Args:
+        launch: static parameters.
+        x: rows, padded to whole memory tiles.
+        matrix: quantised matrices for all layers.
+        layer: layer whose matrix is used.
+    """
     tiles, problem = launch.tiles, launch.problem
     groups = (None, problem.num_scale_groups, tiles.outputs)
     in_specs = [
@@ -72,14 +80,25 @@ def multiply(
     return run(layer[None], x, *arrays)
 
 
-def _kernel(launch: Launch[QuantizedProblem], layer: Any, x: Any, elements: Any, scale: Any, *rest: Any) -> None:
+def _kernel(launch: Launch[QuantizedProblem], layer: Ref, x: Ref, elements: Ref, scale: Ref, *rest: Ref) -> None:
+    """Multiply a tile of x rows by a tile of matrix rows, in grid step (x tile, matrix tile).
+
+    Args:
+        launch: static parameters.
+        layer: scalar in SMEM, `[1]`; used only to choose the blocks.
+        x: x rows in VMEM with all columns, `[rows, K]`.
+        elements: stored matrix rows in VMEM, `[outputs, bytes]`.
+        scale: scales in VMEM, `[groups, outputs]`.
+        *rest: references in VMEM: zero points or minima, if there are any, shaped like `scale`; the output tile,
+            `[rows, outputs]`; float32 sums shaped like it; and float32 copies of narrow scales and offsets.
+    """
     del layer
     problem, tiles = launch.problem, launch.tiles
     offset, (out, sums, *scratch) = (rest[0], rest[1:]) if problem.offset_bytes else (None, rest)
     sums[...] = jnp.zeros_like(sums)
 
-    def widened(grid: Any) -> Any:
-        """Return scales or offsets as float32: narrower dtypes can only be read in aligned rows."""
+    def widened(grid: Ref) -> Ref:
+        """Return VMEM with `grid`'s scales or offsets in float32: narrower dtypes can only be read in aligned rows."""
         if grid is None or grid.dtype == jnp.float32:
             return grid
         values, copy = grid[...], scratch.pop()
@@ -90,11 +109,11 @@ def _kernel(launch: Launch[QuantizedProblem], layer: Any, x: Any, elements: Any,
     span = _span_columns(launch)
 
     @pl.loop(0, tiles.outputs // LANES)
-    def multiply_outputs(block: Any) -> None:
+    def multiply_outputs(block: Scalar) -> None:
         outputs = pl.ds(pl.multiple_of(block * LANES, LANES), LANES)
 
         @pl.loop(0, problem.stored_columns // span)
-        def multiply_span(index: Any) -> None:
+        def multiply_span(index: Scalar) -> None:
             for half, start in itertools.product(range(problem.per_byte), range(0, span, tiles.columns)):
                 weight = _floats(problem, elements[outputs, pl.ds(_at(index, span, start), tiles.columns)], half)
                 if problem.has_zero:
@@ -116,12 +135,19 @@ def _kernel(launch: Launch[QuantizedProblem], layer: Any, x: Any, elements: Any,
 
 
 def _span_columns(launch: Launch[QuantizedProblem]) -> int:
-    """Return how many stored columns one iteration of the loop dequantises and multiplies."""
+    """Return how many stored matrix columns one iteration of the kernel's inner loop dequantises and multiplies."""
     return launch.tiles.columns if launch.problem.num_scale_groups == 1 else loop_columns(launch.problem)
 
 
-def _floats(problem: QuantizedProblem, stored: Any, half: int) -> Any:
-    """Return element values before zero points and scales are applied."""
+def _floats(problem: QuantizedProblem, stored: Registers, half: int) -> Registers:
+    """Convert stored elements to float32, before zero points, minima and scales are applied; int4 without these gets
+    the default zero point.
+
+    Args:
+        problem: static parameters.
+        stored: stored bytes, `[outputs, columns]`.
+        half: 0 for the elements in the low bits of each byte, 1 for the high bits; 0 if bytes have one element.
+    """
     if problem.per_byte == 1:
         return stored.astype(jnp.float32)
     codes = stored.astype(jnp.int32)
@@ -131,8 +157,19 @@ def _floats(problem: QuantizedProblem, stored: Any, half: int) -> Any:
     return (codes if problem.offset_bytes else codes - INT4_ZERO).astype(jnp.float32)
 
 
-def _spread(launch: Launch[QuantizedProblem], grid: Any, half: int, index: Any, start: int, outputs: Any) -> Any:
-    """Return each element's scale or offset, [outputs, columns], for the span's columns from `start` on."""
+def _spread(
+    launch: Launch[QuantizedProblem], grid: Ref, half: int, index: Scalar, start: int, outputs: Any
+) -> Registers:
+    """Return each matrix element's scale or offset, `[128, columns]`, for the columns that are dequantised together.
+
+    Args:
+        launch: static parameters.
+        grid: scales, zero points or minima in VMEM, `[groups, outputs]`.
+        half: half of the matrix row that the columns are in: 0 or 1; 0 if bytes have one element.
+        index: index of the loop iteration.
+        start: first of the columns among the stored columns of the iteration.
+        outputs: slice of 128 matrix rows.
+    """
     problem, columns, size = launch.problem, launch.tiles.columns, launch.problem.group_size
     if _span_columns(launch) == SCALE_SUBLANES * size:  # a span's groups fill one memory tile
         first = start // size
@@ -146,6 +183,9 @@ def _spread(launch: Launch[QuantizedProblem], grid: Any, half: int, index: Any, 
     return jnp.repeat(rows[first : first + columns // size], size, axis=0).T
 
 
-def _at(index: Any, size: int, offset: int) -> Any:
-    """Return `index * size + offset`, and inform the compiler about its largest known divisor."""
+def _at(index: Scalar, size: int, offset: int) -> Scalar:
+    """Return `index * size + offset`, marked as a multiple of the greatest common divisor of `size` and `offset`.
+
+    The compiler only accepts slices whose start is known to be aligned.
+    """
     return pl.multiple_of(index * size + offset, math.gcd(size, offset))

@@ -7,24 +7,24 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels.grouped_matmul.launch import MatmulKernel, Tiles, round_up
+from jaxserve.pallas_kernels.grouped_matmul.launch import MatmulKernel, Tiles
 from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, QuantizedStack
 from jaxserve.pallas_kernels.target import TargetChip
+from jaxserve.pallas_kernels.tpu import LANES, round_up
 
 DTYPES = ("bfloat16",)
-LANES = 128  # elements per memory tile row
 SUBLANES = 16  # x rows per memory tile
 SCALE_SUBLANES = 8  # groups per memory tile, for float32 scales
 
 
 @dataclass(frozen=True)
 class TileLimits:
-    """Tile size limits; tuned values override the defaults.
+    """Block size limits of the TPU kernel for quantised matrices; tuned values override the defaults.
 
     Attributes:
-        weight_bytes: maximum matrix block bytes; copying a block should take longer than a grid step's overhead.
+        weight_bytes: maximum bytes per matrix block. A copy of a block should take longer than a grid step's overhead.
         max_rows: maximum x rows per tile. Each row tile reads and dequantises the matrix again.
-        columns: maximum columns that one iteration dequantises.
+        columns: maximum matrix columns that the kernel dequantises before it multiplies them.
     """
 
     weight_bytes: int = 2 * 2**20
@@ -33,13 +33,17 @@ class TileLimits:
 
 
 class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
-    """Matmul with quantised matrices on TPUs."""
+    """Backend for matmuls with quantised matrices on TPUs."""
 
     platform = "tpu"
     module = f"{__package__}.quantized_kernel"
     limits = TileLimits
 
     def unsupported_problem(self, problem: QuantizedProblem) -> str | None:
+        """Return why the kernel cannot run the problem on any TPU: a dtype, matrix size or scale group size.
+
+        Return None if it can.
+        """
         if (reason := problem.unsupported_elements(DTYPES)) is not None:
             return reason
         if problem.stored_columns % LANES:  # XLA stores such matrices transposed, and would copy all layers'
@@ -51,7 +55,11 @@ class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
         return None
 
     def choose_tiles(self, problem: QuantizedProblem, limits: TileLimits, chip: TargetChip) -> Tiles:
-        """Maximise the x rows per tile, then the matrix rows."""
+        """Return the tiles with the most x rows, and then the most matrix rows, that fit `limits` and VMEM.
+
+        Raises:
+            ValueError: no tiles fit.
+        """
         columns = _dequantized_columns(problem, limits.columns)
         if columns is None:
             raise ValueError(f"no block of at most {limits.columns} columns divides groups of {problem.group_size}")
@@ -75,7 +83,15 @@ class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
         group_sizes: None,
         layer: Int[Array, ""],
     ) -> Float[Array, "T N"]:
-        """Pad x to whole memory tiles and run the kernel."""
+        """Multiply x by one layer's transposed quantised matrix; return the result dtype.
+
+        Args:
+            problem: static parameters.
+            x: rows.
+            matrix: quantised matrices for all layers.
+            group_sizes: None, since all rows have one matrix.
+            layer: layer whose matrix is used.
+        """
         x = jnp.pad(x, ((0, -problem.num_rows % SUBLANES), (0, 0)))
         y: Array = self.kernel().multiply(self.launch(problem), x, matrix, layer)
         return y[: problem.num_rows]
@@ -85,21 +101,21 @@ KERNEL = QuantizedMatmul()
 
 
 def loop_columns(problem: QuantizedProblem) -> int:
-    """Return the stored columns per iteration in the kernel's loop over scale groups.
+    """Return how many stored columns the kernel's inner loop multiplies per iteration if there are scale groups.
 
-    A dynamic slice must start at a multiple of eight groups: an iteration has eight groups, or all.
+    An iteration has eight scale groups, or all: the slice of the scales must start at a multiple of eight groups.
     """
     span = SCALE_SUBLANES * problem.group_size
     return span if problem.stored_columns % span == 0 else problem.stored_columns
 
 
 def num_narrow_grids(problem: QuantizedProblem) -> int:
-    """Return how many scale and offset arrays the kernel converts to float32 in VMEM."""
+    """Return how many of the arrays with scales and offsets are narrower than float32: the kernel converts these."""
     return (problem.scale_dtype.itemsize < 4) + problem.has_zero
 
 
 def block_bytes(problem: QuantizedProblem, tiles: Tiles) -> int:
-    """Return the VMEM bytes: two buffers for each copied block, the sums, and converted scales and offsets."""
+    """Return the kernel's VMEM bytes: two buffers per copied block, the sums, and scales and offsets in float32."""
     groups = round_up(problem.num_scale_groups, 32) * tiles.outputs
     grids = groups * (problem.scale_dtype.itemsize + problem.offset_bytes)
     x, elements = tiles.rows * problem.num_inputs * problem.dtype.itemsize, tiles.outputs * problem.stored_columns
@@ -108,9 +124,10 @@ def block_bytes(problem: QuantizedProblem, tiles: Tiles) -> int:
 
 
 def _dequantized_columns(problem: QuantizedProblem, maximum: int) -> int | None:
-    """Return how many columns to dequantise together, or None if no number suits the groups.
+    """Return how many columns the kernel dequantises before it multiplies them, or None if no number is possible.
 
-    They lie in one group or are whole groups, and divide a loop iteration's columns.
+    It is at most `maximum` and divides a loop iteration's columns; the columns are in one scale group or are whole
+    groups.
     """
     size, span = problem.group_size, loop_columns(problem)
     for columns in range(maximum // LANES * LANES, 0, -LANES):
