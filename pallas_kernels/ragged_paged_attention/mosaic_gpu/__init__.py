@@ -31,6 +31,8 @@ taller tiles for the other rows, limited by matmuls.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
@@ -48,7 +50,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
     KernelConfig,
     Tiling,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import Queries, WorkPlan, plan_work
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import WorkPlan, plan_work
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, encode, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
@@ -62,20 +64,20 @@ MANY_TOKENS = 2048  # step with tiles of both sizes
 
 
 class PaddedScales(TokenMajor):
-    """Token-major layout with padded scales: TMA fetches `SCALES` of them together."""
+    """Token-major pool layout; a token's scales are padded to a multiple of 8, since TMA fetches `SCALES` together."""
 
     scale_multiple = SCALES
 
 
 class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
-    """Attention kernel for Hopper GPUs."""
+    """Attention backend for Hopper GPUs."""
 
     platform = "gpu"
     module = f"{__name__}.kernel"
     layout = PaddedScales
 
     def unsupported_problem(self, problem: Problem) -> str | None:
-        """Check the dtype and the sizes."""
+        """Return why the kernel cannot run a problem on any Hopper GPU: a pool dtype or a size; None if it can."""
         dtypes = HALF_DTYPES if isinstance(problem.kind, Latents) else POOL_DTYPES
         if problem.kv_dtype.name not in dtypes:
             return f"the pool must be one of {dtypes}, not {problem.kv_dtype}"
@@ -88,46 +90,33 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
         return None
 
     def launch(self, problem: Problem) -> KernelConfig:
-        """Return the kernel's static parameters for a step with many tokens."""
-        return self._launch(problem, problem.kv_dtype, AttentionOptions(1.0), num_tokens=MANY_TOKENS)
-
-    def _launch(
-        self,
-        problem: Problem,
-        dtype: jnp.dtype,
-        options: AttentionOptions,
-        *,
-        num_tokens: int,
-        has_sinks: bool = False,
-        has_tree: bool = False,
-    ) -> KernelConfig:
-        """Return the kernel's static parameters; `dtype` is the dtype of matmul operands."""
+        """Return the kernels' static parameters for a large step without sinks, windows and draft trees."""
         kind, Q = problem.kind, problem.num_query_heads
         is_latent = isinstance(kind, Latents)
         # Shared memory is filled in groups of eight tokens, which are query heads here.
         token_heads = Q + -Q % MIN_TILE_TOKENS if is_latent else 1
         return KernelConfig(
-            num_tokens=num_tokens * token_heads,
+            num_tokens=MANY_TOKENS * token_heads,
             num_kv_heads=kind.num_kv_heads,
             group=1 if is_latent else Q // kind.num_kv_heads,
             key_dim=kind.key_dim,
             value_dim=kind.value_dim,
             page_size=problem.page_size,
-            dtype=dtype,
+            dtype=problem.kv_dtype,
             kv_dtype=problem.kv_dtype,
             num_cores=self.target_chip().num_cores,
             interpret=self.settings.interpreter,
             values_in_keys=is_latent,
             token_heads=token_heads,
-            options=options,
-            has_sinks=has_sinks,
-            has_tree=has_tree,
+            options=AttentionOptions(1.0),
+            has_sinks=False,
+            has_tree=False,
         )
 
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Apply RoPE, scatter into the donated pool and attend.
+        """Apply RoPE, write the new keys and values to the pool and attend, in several XLA operations and kernels.
 
         Queries and softmax weights are rounded to the pool's dtype. For a quantised pool, they, the scaled keys and the
         scaled values are rounded to bfloat16, or to float16 if the queries are float16.
@@ -135,12 +124,12 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
         dtype, kind, pool, inputs = inputs.q.dtype, inputs.kind(options), values_of(kv_pages), inputs.rotated()
         T, Q, H = inputs.q.shape
         kv_pages = _write(inputs, kv_pages, layer)
-        problem = Problem(kind, Q, pool.shape[2], pool.dtype, self.platform)
-        config = self._launch(
-            problem,
-            _matmul_dtype(dtype, pool.dtype),
-            options,
-            num_tokens=T,
+        config = self.launch(Problem(kind, Q, pool.shape[2], pool.dtype, self.platform))
+        config = dataclasses.replace(
+            config,
+            num_tokens=T * config.token_heads,
+            dtype=_matmul_dtype(dtype, pool.dtype),
+            options=options,
             has_sinks=inputs.sinks is not None,
             has_tree=inputs.tree_mask is not None,
         )
@@ -148,15 +137,16 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
         if config.token_heads > 1:
             q = jnp.pad(q, ((0, 0), (0, config.token_heads - Q), (0, 0))).reshape(-1, 1, H)
         q = jnp.pad(q, ((0, -config.num_tokens % MIN_TILE_TOKENS), (0, 0), (0, 0)))
-        queries = Queries(q, inputs.rows, inputs.sinks, inputs.tree_mask)
         heads = values_of(kv_pages)[:, :, :, None] if isinstance(kind, Latents) else kv_pages
-        out = self.kernel().attend(config, plans(config, inputs.rows), queries, heads, layer)[: config.num_tokens]
+        work = plans(config, inputs.rows)
+        out = self.kernel().attend(config, work, inputs._replace(q=q), heads, layer)[: config.num_tokens]
         if config.token_heads > 1:
             out = out.reshape(T, config.token_heads, kind.value_dim)[:, :Q]
         return out.astype(dtype), kv_pages
 
 
 def _unsupported_latents(problem: Problem) -> str | None:
+    """Return why the kernel cannot run a problem with latents of this size, or None if it can."""
     kind = problem.kind
     if kind.value_dim not in RANKS:
         return f"rank must be one of {RANKS}, not {kind.value_dim}"
@@ -166,6 +156,7 @@ def _unsupported_latents(problem: Problem) -> str | None:
 
 
 def _unsupported_heads(problem: Problem) -> str | None:
+    """Return why the kernel cannot run a problem with heads of this size and number, or None if it can."""
     head_dim, num_kv_heads = problem.kind.key_dim, problem.kind.num_kv_heads
     if head_dim not in HEAD_DIMS:
         return f"head_dim must be one of {HEAD_DIMS}, not {head_dim}"
@@ -181,7 +172,13 @@ def _unsupported_heads(problem: Problem) -> str | None:
 
 
 def plans(config: KernelConfig, rows: RaggedRows) -> list[tuple[Tiling, WorkPlan]]:
-    """Return each kernel's work: rows that fit a short tile go to the first kernel, the others to the last."""
+    """Divide the step's rows among the launches of the attention kernel, and plan each launch's work.
+
+    Rows that fit into one short tile go to the first launch, the others to the last.
+
+    Returns:
+        Tile sizes and work plan of each launch.
+    """
     kinds, q_lens = config.tilings(), rows.live_q_lens()
     if len(kinds) == 1:
         return [(kinds[0], plan_work(config, kinds[0], rows, q_lens))]
@@ -194,7 +191,13 @@ def plans(config: KernelConfig, rows: RaggedRows) -> list[tuple[Tiling, WorkPlan
 
 
 def _write(inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""]) -> Pages:
-    """Write this step's vectors to their pages with one scatter; padding tokens are dropped."""
+    """Write this step's keys and values, or latents, to their pages with one scatter; return the updated pool.
+
+    Args:
+        inputs: new keys and values after RoPE, and the rows; padding tokens are not written.
+        kv_pages: pool, `[L, N, P, vectors, H]`, donated.
+        layer: layer in the pool.
+    """
     _, num_pages, page_size, *token_shape = values_of(kv_pages).shape
     page_id, offset = inputs.rows.slot_mapping(inputs.q.shape[0], num_pages=num_pages, page_size=page_size)
 
@@ -207,7 +210,10 @@ def _write(inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, "
 
 
 def _matmul_dtype(dtype: jnp.dtype, kv_dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of matmul operands: the pool's, or bfloat16 for a quantised pool (float16 if queries are)."""
+    """Return the dtype of matmul operands for queries of `dtype` and a pool of `kv_dtype`.
+
+    It is the pool's dtype; for a quantised pool float16 if the queries are float16, else bfloat16.
+    """
     if kv_dtype.name not in QUANTIZED_MAX:
         return kv_dtype
     return dtype if dtype == jnp.float16 else jnp.dtype(jnp.bfloat16)

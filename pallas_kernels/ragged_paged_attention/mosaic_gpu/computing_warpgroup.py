@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,37 +10,48 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
+from jaxserve.pallas_kernels.kernel_values import Ref, Registers, Scalar
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.ring_reader import RingReader
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import KernelConfig, Tiling
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup, tile_slice
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import TileSlice, Warpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import (
     LOG2E,
     MASKED,
     Softmax,
     WorkItem,
-    cast,
     copy_tokens,
-    i32,
-    load,
 )
+from jaxserve.pallas_kernels.warpgroups import i32, load
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 class ComputingWarpgroup(Warpgroup):
-    """Warpgroup that computes 64 rows in each tile and some columns of its values."""
+    """Warpgroup that computes 64 rows of each tile's outputs: scores, softmax and weighted sums of some value columns.
 
-    def __init__(self, config: KernelConfig, tiling: Tiling, inputs: Inputs, shared: Shared, thread: Any) -> None:
+    Args:
+        config: static parameters.
+        tiling: tile sizes.
+        inputs: arrays in global memory.
+        shared: the thread block's shared memory and barriers.
+        thread: index of the warpgroup among the thread block's computing warpgroups.
+    """
+
+    def __init__(self, config: KernelConfig, tiling: Tiling, inputs: Inputs, shared: Shared, thread: Scalar) -> None:
         warpgroups = i32(tiling.warpgroups)
         super().__init__(config, tiling, inputs, shared, lax.div(thread, warpgroups))
-        self.slice = tile_slice(tiling, lax.rem(thread, warpgroups))
+        index, columns = lax.rem(thread, warpgroups), i32(tiling.column_warpgroups)
+        self.slice = TileSlice(index, lax.div(index, columns) * WARPGROUP_ROWS, lax.rem(index, columns))
         self.ring = RingReader(config, tiling, shared, self.local_worker, self.slice)
 
     def run(self) -> None:
-        """Attend with this warpgroup's slice of each tile."""
+        """Compute this warpgroup's slice of all work items in its worker's span.
 
-        def compute_item(index: Any, block_count: Any) -> Any:
+        Complete work items go to the output, splits to the buffers that the merging kernel reads.
+        """
+
+        def compute_item(index: Scalar, block_count: Scalar) -> Scalar:
             item = self._item(index)
             plgpu.barrier_wait(self.shared.q_ready.at[self.local_worker])
             state = self._attend_item(item, block_count)
@@ -62,8 +72,13 @@ class ComputingWarpgroup(Warpgroup):
 
         lax.fori_loop(*self.items, compute_item, i32(0))
 
-    def _attend_item(self, item: WorkItem, block_count: Any) -> Softmax:
-        """Return the softmax over a work item's blocks; only blocks that need a mask are masked."""
+    def _attend_item(self, item: WorkItem, block_count: Scalar) -> Softmax:
+        """Return the softmax state after all key blocks of a work item, of which only some need a mask.
+
+        Args:
+            item: work item.
+            block_count: number of key blocks that the worker has processed before, which determines the ring slots.
+        """
         config = self.config
         state = self._start(item)
         # Apart from the window, every token in the tile sees all keys in the blocks before full_end.
@@ -76,7 +91,7 @@ class ComputingWarpgroup(Warpgroup):
             first_full = lax.div(first_key + (config.block_kv - 1), block_kv)
             full_begin = jnp.clip(first_full, item.begin, full_end)
 
-        def absorb(block: Any, state: Softmax, masked: bool) -> Softmax:
+        def absorb(block: Scalar, state: Softmax, masked: bool) -> Softmax:
             slot = self._slot(block_count + block - item.begin)
             return self._absorb_block(item, block, slot, state, masked)
 
@@ -86,18 +101,26 @@ class ComputingWarpgroup(Warpgroup):
         return lax.fori_loop(full_end, item.end, functools.partial(absorb, masked=True), state)
 
     def _start(self, item: WorkItem) -> Softmax:
-        """Return the softmax before any key: empty, or with the sinks in the work item's first split."""
-        max_score = cast(jnp.full((WARPGROUP_ROWS,), MASKED, jnp.float32), _ROWS)
-        denominator = cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), _ROWS)
+        """Return the softmax state before any key: empty, or with the sinks in the work item's first split."""
+        max_score = plgpu.layout_cast(jnp.full((WARPGROUP_ROWS,), MASKED, jnp.float32), _ROWS)
+        denominator = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), _ROWS)
         if self.config.has_sinks:
             sinks = load(self.inputs.sink_rows.at[item.head, self.slice.rows], _ROWS)
             max_score = jnp.where(item.is_first, sinks, max_score)
             denominator = jnp.where(item.is_first, jnp.full_like(denominator, 1), denominator)
-        values = cast(jnp.zeros((WARPGROUP_ROWS, self.config.warpgroup_columns), jnp.float32), plgpu.Layout.WGMMA)
-        return Softmax(values, max_score, denominator)
+        values = jnp.zeros((WARPGROUP_ROWS, self.config.warpgroup_columns), jnp.float32)
+        return Softmax(plgpu.layout_cast(values, plgpu.Layout.WGMMA), max_score, denominator)
 
-    def _absorb_block(self, item: WorkItem, block: Any, slot: Any, state: Softmax, masked: bool) -> Softmax:
-        """Return the softmax after one more key block."""
+    def _absorb_block(self, item: WorkItem, block: Scalar, slot: Scalar, state: Softmax, masked: bool) -> Softmax:
+        """Return the softmax state after one more key block.
+
+        Args:
+            item: work item.
+            block: index of the key block in the sequence.
+            slot: ring slot with the block's keys and values.
+            state: state after the previous blocks.
+            masked: True if some of the tile's tokens do not see all keys in the block.
+        """
         k = self.ring.keys(item, block, slot, masked)
         # Always zero, unknown to the compiler: else it keeps the addresses for all parts of a query between blocks, and
         # wide heads leave no registers for them.
@@ -116,8 +139,18 @@ class ComputingWarpgroup(Warpgroup):
         self.ring.release_values(slot)
         return Softmax(values, max_score, denominator)
 
-    def _scale_and_mask(self, scores: Any, item: WorkItem, block: Any, masked: bool) -> Any:
-        """Return soft-capped scores in base 2; a score that its query does not see is MASKED."""
+    def _scale_and_mask(self, scores: Registers, item: WorkItem, block: Scalar, masked: bool) -> Registers:
+        """Scale and soft-cap scores, and replace scores of keys that their query does not see by MASKED.
+
+        Args:
+            scores: products of queries and keys, f32 `[64, block_kv]`.
+            item: work item.
+            block: index of the key block in the sequence.
+            masked: False if all tokens see all keys in the block.
+
+        Returns:
+            Scores in base 2 (times log2(e)).
+        """
         scale, soft_cap, window = self.config.options.scale, self.config.options.soft_cap, self.config.options.window
         if soft_cap is None:
             scores *= scale * LOG2E
@@ -146,28 +179,40 @@ class ComputingWarpgroup(Warpgroup):
             visible &= key > query - window
         return jnp.where(visible, scores, MASKED)
 
-    def _broadcast_tree_column(self, item: WorkItem, column: int, shape: tuple[int, int]) -> Any:
-        """Broadcast a column from `visible_nodes`, one element per query, over the keys in a block."""
+    def _broadcast_tree_column(self, item: WorkItem, column: int, shape: tuple[int, int]) -> Registers:
+        """Load a column of `visible_nodes`, one int32 per query row, and broadcast it over a block's keys.
+
+        Args:
+            item: work item.
+            column: 0 for the words with the visible nodes, 1 for the positions by depth.
+            shape: shape of the result, `(64, block_kv)`.
+        """
         return lax.broadcast_in_dim(
             load(self.inputs.tree_rows.at[item.tile, column, self.slice.rows], _ROWS), shape, [0]
         )
 
-    def _add_values(self, values: Any, weights: Any, v: Any) -> Any:
-        """Return `values + weights @ v`."""
+    def _add_values(self, values: Registers, weights: Registers, v: Ref) -> Registers:
+        """Return `values + weights @ v`, by wgmma.
+
+        Args:
+            values: f32 `[64, columns]`.
+            weights: softmax weights, `[64, block_kv]`.
+            v: values in shared memory, `[block_kv, columns]`.
+        """
         if self.config.interpret is None:
             return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, v))(plgpu.ACC.init(values))
         p = self.shared.p.at[self.local_worker * self.tiling.warpgroups + self.slice.index]
         p[...] = weights
         plgpu.commit_smem()
 
-        def multiply(acc: Any) -> Any:
+        def multiply(acc: Ref) -> Registers:
             plgpu.wgmma(acc, p, v)
             return acc[...]
 
         return values + pl.run_scoped(multiply, plgpu.ACC(values.shape, jnp.float32))
 
     def _store(self, item: WorkItem, state: Softmax) -> None:
-        """Write the live tokens in this warpgroup's slice to the output, through shared memory."""
+        """Write the outputs of the tile's own tokens, in this warpgroup's slice, to global memory via shared memory."""
         width = self.config.out_columns
         num_chunks = self.config.warpgroup_columns // width
         for chunk in range(num_chunks):
@@ -175,8 +220,14 @@ class ComputingWarpgroup(Warpgroup):
             columns = state._replace(values=values).result(plgpu.Layout.WGMMA, self.config.dtype)
             self._store_columns(item, columns, self.slice.column * num_chunks + chunk)
 
-    def _store_columns(self, item: WorkItem, columns: Any, index: Any) -> None:
-        """Write column group `index` to the output."""
+    def _store_columns(self, item: WorkItem, columns: Registers, index: Scalar) -> None:
+        """Write some columns of this warpgroup's outputs to global memory via shared memory.
+
+        Args:
+            item: work item.
+            columns: outputs, `[64, out_columns]`.
+            index: index of the columns among the output's groups of `out_columns` columns.
+        """
         config, tiling, part = self.config, self.tiling, self.slice
         out = self.shared.out.at[self.local_worker * tiling.warpgroups + part.index]
         shift = config.out_shift - item.lead  # the first stored token lies at a multiple of eight
@@ -185,7 +236,7 @@ class ComputingWarpgroup(Warpgroup):
         tokens = min(tiling.tokens, WARPGROUP_ROWS)  # tokens per head in one part
 
         @pl.loop(0, WARPGROUP_ROWS // tokens)
-        def store_head(segment: Any) -> None:
+        def store_head(segment: Scalar) -> None:
             row = part.row + segment * tokens
             g, first = lax.div(row, i32(tiling.tokens)), lax.rem(row, i32(tiling.tokens))
             begin = jnp.maximum(item.lead - first, 0)  # index among this head's tokens in this part
@@ -197,8 +248,15 @@ class ComputingWarpgroup(Warpgroup):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _scores(q: Any, k: Any) -> Any:
-    def multiply(acc: Any) -> Any:
+def _scores(q: Ref, k: Ref) -> Registers:
+    """Return `q @ k.T` in float32, `[64, block_kv]`, by wgmma.
+
+    Args:
+        q: queries in shared memory, `[64, key_dim]`.
+        k: keys in shared memory, `[block_kv, key_dim]`.
+    """
+
+    def multiply(acc: Ref) -> Registers:
         plgpu.wgmma(acc, q, k.transpose((1, 0)))
         return acc[...]
 

@@ -10,20 +10,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.pallas_kernels.kernel_values import Ref, Scalar
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import first_scale
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import SCALES
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import WorkItem, i32
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import WorkItem
+from jaxserve.pallas_kernels.warpgroups import i32
 
 
 class LoadingWarpgroup(Warpgroup):
-    """Warpgroup that feeds its worker's computing warpgroups."""
+    """Warpgroup that copies queries, keys and values to shared memory for its worker's computing warpgroups."""
 
     def run(self) -> None:
-        """Fill the ring, one block of keys and values after the other."""
+        """Load the queries and all key blocks of each work item in the worker's span, as soon as memory is free."""
         shared, stages = self.shared, self.tiling.stages
 
-        def load_item(index: Any, block_count: Any) -> Any:
+        def load_item(index: Scalar, block_count: Scalar) -> Scalar:
             item = self._item(index)
 
             @pl.when(index > self.items[0])
@@ -32,7 +34,7 @@ class LoadingWarpgroup(Warpgroup):
 
             self._load_queries(item)
 
-            def load_block(block: Any, block_count: Any) -> Any:
+            def load_block(block: Scalar, block_count: Scalar) -> Scalar:
                 slot = self._slot(block_count)
                 page_ids = self._page_ids(item, block)
 
@@ -67,25 +69,32 @@ class LoadingWarpgroup(Warpgroup):
             plgpu.barrier_wait(shared.q_free.at[self.local_worker])
 
         @pl.loop(jnp.maximum(block_count - stages, 0), block_count)
-        def drain(count: Any) -> None:
+        def drain(count: Scalar) -> None:
             plgpu.barrier_wait(shared.k_free.at[self._slot(count)])
             if not self.config.values_in_keys:
                 plgpu.barrier_wait(shared.v_free.at[self._slot(count)])
 
     def _load_queries(self, item: WorkItem) -> None:
-        """Load a tile's queries, head after head: row `g * tokens + t` is token t of query head g."""
+        """Start copies of a work item's queries to shared memory: row `g * tokens + t` is token t of query head g."""
         tokens = self.tiling.tokens
 
         @pl.loop(0, self.config.group)
-        def load_head(g: Any) -> None:
+        def load_head(g: Scalar) -> None:
             plgpu.copy_gmem_to_smem(
                 self.inputs.q.at[pl.ds(item.base_token, tokens), item.head * self.config.group + g],
                 self.shared.q.at[self.local_worker, pl.ds(g * tokens, tokens)],
                 self.shared.q_ready.at[self.local_worker],
             )
 
-    def _page_ids(self, item: WorkItem, block: Any) -> list[Any]:
-        """Return a block's page ids; the first id replaces pages past the row's end, which the table may lack."""
+    def _page_ids(self, item: WorkItem, block: Scalar) -> list[Scalar]:
+        """Return the ids of the pages that contain a key block: one id if pages are larger than blocks.
+
+        The block's first page replaces pages past the row's end, whose ids the page table may lack.
+
+        Args:
+            item: work item.
+            block: index of the key block in the sequence.
+        """
         size, block_kv = self.config.page_size, self.config.block_kv
         if size > block_kv:
             return [self.inputs.page_table[item.table_row, lax.div(block, i32(size // block_kv))]]
@@ -94,22 +103,49 @@ class LoadingWarpgroup(Warpgroup):
         columns = [jnp.where(first + i < num_pages, first + i, first) for i in range(block_kv // size)]
         return [self.inputs.page_table[item.table_row, column] for column in columns]
 
-    def _load_pages(self, page_ids: list[Any], block: Any, vector: Any, column: int, buffer: Any, ready: Any) -> None:
-        """Load a block of one head's keys or values: column group `column`, which is as wide as the buffer."""
+    def _load_pages(
+        self, page_ids: list[Scalar], block: Scalar, vector: Scalar, column: int, buffer: Ref, ready: Ref
+    ) -> None:
+        """Start copies of one head's keys or values in a block to shared memory.
+
+        Args:
+            page_ids: pages that contain the block.
+            block: index of the key block in the sequence.
+            vector: index among a token's vectors: `2 * head` for keys, `2 * head + 1` for values, 0 for latents.
+            column: index of the columns to copy among groups of as many columns as the buffer has.
+            buffer: shared memory, `[block_kv, columns]`.
+            ready: barrier at which the copies arrive.
+        """
         pages, columns = self.inputs.kv_pages.at[self.inputs.layer[0]], pl.ds(column * buffer.shape[1], buffer.shape[1])
         self._copy_block(
             page_ids, block, lambda page_id, tokens: pages.at[page_id, tokens, vector, columns], buffer, ready
         )
 
-    def _load_scales(self, page_ids: list[Any], block: Any, item: WorkItem, buffer: Any, ready: Any) -> None:
-        """Load the scales for a head and its neighbours."""
+    def _load_scales(self, page_ids: list[Scalar], block: Scalar, item: WorkItem, buffer: Ref, ready: Ref) -> None:
+        """Start copies of a block's scales, for the item's KV head and its neighbours, to shared memory.
+
+        Args:
+            page_ids: pages that contain the block.
+            block: index of the key block in the sequence.
+            item: work item.
+            buffer: shared memory, `[block_kv, SCALES]`.
+            ready: barrier at which the copies arrive.
+        """
         scales, heads = self.inputs.scales.at[self.inputs.layer[0]], pl.ds(first_scale(item.head), SCALES)
         self._copy_block(page_ids, block, lambda page_id, tokens: scales.at[page_id, tokens, heads], buffer, ready)
 
     def _copy_block(
-        self, page_ids: list[Any], block: Any, source: Callable[[Any, Any], Any], buffer: Any, ready: Any
+        self, page_ids: list[Scalar], block: Scalar, source: Callable[[Scalar, Any], Ref], buffer: Ref, ready: Ref
     ) -> None:
-        """Copy `source(page, tokens)` for all tokens in a block."""
+        """Start TMA copies of a block's tokens from their pages to shared memory.
+
+        Args:
+            page_ids: pages that contain the block.
+            block: index of the key block in the sequence.
+            source: function that returns global memory, given a page id and a slice of the page's tokens.
+            buffer: shared memory, `[block_kv, columns]`.
+            ready: barrier at which the copies arrive.
+        """
         size, block_kv = self.config.page_size, self.config.block_kv
         if size > block_kv:
             offset = lax.rem(block, i32(size // block_kv)) * block_kv

@@ -8,51 +8,56 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
+from jaxserve.pallas_kernels.kernel_values import Ref, Scalar
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import SCALES, KernelConfig, Tiling
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import i32
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
+from jaxserve.pallas_kernels.warpgroups import i32
 
 
 class Inputs(NamedTuple):
-    """The kernel's arrays in global memory."""
+    """The attention kernel's arrays in global memory, inputs and outputs."""
 
-    layer: Any  # [1]
-    tiles: Any
-    workers: Any
-    page_table: Any
-    sink_rows: Any
-    tree_rows: Any
-    q: Any
-    kv_pages: Any
-    scales: Any  # only for a quantised pool
-    out: Any
-    values: Any
-    max_score: Any
-    denominator: Any
+    layer: Ref  # [1], layer in the pool
+    tiles: Ref  # [tiles, 11], see `WorkPlan`
+    workers: Ref  # [workers, 4], see `WorkPlan`
+    page_table: Ref  # [table rows, M]
+    sink_rows: Ref  # f32[K, rows], sink logit per tile row
+    tree_rows: Ref  # [tiles, columns, rows], `visible_nodes` per tile row
+    q: Ref  # [padded tokens, Q, key_dim]
+    kv_pages: Ref  # [L, N, P, vectors, key_dim]
+    scales: Ref  # [L, N, P, vectors], only for a quantised pool
+    out: Ref  # [padded tokens, Q, value_dim]
+    values: Ref  # f32[workers, 2, column_warpgroups, rows, columns], unmerged splits, see `Softmax`
+    max_score: Ref  # f32[workers, 2, column_warpgroups, rows]
+    denominator: Ref  # f32[workers, 2, column_warpgroups, rows]
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers for a thread block, divided between its workers."""
+    """A thread block's shared memory and barriers, divided between its workers; a stage is a ring slot.
 
-    q: Any  # [workers, rows, key_dim]
-    k: Any  # [workers * stages, block_kv, key_dim]
-    v: Any  # [workers * stages, column_warpgroups, block_kv, warpgroup_columns]; None if the keys have them
-    scales: Any  # [workers * stages, block_kv, SCALES], scales for the head and its neighbours
-    scaled_k: Any  # [workers, block_kv, H], a block of keys times their scales
-    scaled_v: Any
-    out: Any  # [workers * warpgroups, out_shift + 64, out_columns]
-    q_ready: Any
-    q_free: Any
-    k_ready: Any
-    k_free: Any
-    v_ready: Any
-    v_free: Any
-    meeting: Any
-    p: Any  # softmax weights; only for the interpreter, which has no wgmma from registers
+    Barriers `x_ready` complete when `x` is loaded, `x_free` when all computing warpgroups no longer need it.
+    """
+
+    q: Ref  # [workers, rows, key_dim]
+    k: Ref  # [workers * stages, block_kv, key_dim]
+    v: Ref  # [workers * stages, column_warpgroups, block_kv, warpgroup_columns]; None if the keys have them
+    scales: Ref  # [workers * stages, block_kv, SCALES], scales for the head and its neighbours
+    scaled_k: Ref  # [workers, block_kv, H], a block of keys times their scales
+    scaled_v: Ref  # [workers, block_kv, H]
+    out: Ref  # [workers * warpgroups, out_shift + 64, out_columns], 64 rows on their way to the output, and the shift
+    q_ready: Ref
+    q_free: Ref
+    k_ready: Ref
+    k_free: Ref
+    v_ready: Ref
+    v_free: Ref
+    meeting: Ref  # barrier per worker: all computing warpgroups have arrived
+    # Softmax weights, [workers * warpgroups, 64, block_kv]; only for the interpreter: it has no wgmma from registers.
+    p: Ref
 
 
 def shared_memory(config: KernelConfig, tiling: Tiling) -> Shared:
-    """Return the shared memory and barriers for a thread block."""
+    """Return the shapes, dtypes and layouts of the shared memory and barriers to allocate per thread block."""
     workers, stages, block_kv = tiling.workers, tiling.workers * tiling.stages, config.block_kv
     pages = max(1, block_kv // config.page_size)
     warpgroups = workers * tiling.warpgroups
@@ -75,7 +80,7 @@ def shared_memory(config: KernelConfig, tiling: Tiling) -> Shared:
         scales=plgpu.SMEM((stages, block_kv, SCALES), SCALE_DTYPE) if config.is_quantized else None,
         scaled_k=scaled,
         scaled_v=scaled,
-        out=_out_type(config, warpgroups),
+        out=plgpu.SMEM((warpgroups, config.out_shift + WARPGROUP_ROWS, config.out_columns), config.dtype),
         q_ready=barriers(config.group, workers),
         q_free=barriers(tiling.warpgroups, workers),
         k_ready=barriers(pages, stages),
@@ -87,19 +92,14 @@ def shared_memory(config: KernelConfig, tiling: Tiling) -> Shared:
     )
 
 
-def _out_type(config: KernelConfig, warpgroups: int) -> Any:
-    """Return the buffer for outgoing tiles, larger than a tile so that its rows can be shifted."""
-    return plgpu.SMEM((warpgroups, config.out_shift + WARPGROUP_ROWS, config.out_columns), config.dtype)
-
-
 def _layout(config: KernelConfig, swizzle: int) -> tuple[Any, Any]:
-    """Return the shared-memory layout for matrices that wgmma reads."""
+    """Return the shared-memory layout for matrices that TMA writes and wgmma reads, with `swizzle` bytes per line."""
     return plgpu.TilingTransform((8, config.tile_columns)), plgpu.SwizzleTransform(swizzle)
 
 
-def first_scale(head: Any) -> Any:
-    """Return where the aligned block of SCALES scales begins that TMA fetches for a KV head.
+def first_scale(head: Scalar) -> Scalar:
+    """Return the index of the first scale that TMA fetches for KV head `head`, a multiple of `SCALES`.
 
-    Each head has two consecutive scales per token, for its key and its value.
+    It fetches `SCALES` of a token's scales. Each head has two consecutive scales, for its key and its value.
     """
     return lax.div(2 * head, i32(SCALES)) * SCALES

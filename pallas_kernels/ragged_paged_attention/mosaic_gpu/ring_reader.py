@@ -10,23 +10,44 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
+from jaxserve.pallas_kernels.kernel_values import Ref, Scalar
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Shared, first_scale
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import KernelConfig, Tiling
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import TileSlice
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import EIGHTS, WorkItem, load, spread
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import EIGHTS, WorkItem
+from jaxserve.pallas_kernels.warpgroups import load, spread
 
 
 class RingReader:
-    """One computing warpgroup's access to its worker's ring."""
+    """One computing warpgroup's access to keys and values in its worker's shared-memory ring.
+
+    It waits until blocks are loaded, dequantises them, clears stale tokens, and releases their slots.
+
+    Args:
+        config: static parameters.
+        tiling: tile sizes.
+        shared: the thread block's shared memory and barriers.
+        local_worker: the worker's index in the thread block.
+        tile_slice: rows and value columns that the warpgroup computes.
+    """
 
     def __init__(
-        self, config: KernelConfig, tiling: Tiling, shared: Shared, local_worker: Any, tile_slice: TileSlice
+        self, config: KernelConfig, tiling: Tiling, shared: Shared, local_worker: Scalar, tile_slice: TileSlice
     ) -> None:
         self.config, self.tiling, self.shared = config, tiling, shared
         self.local_worker, self.slice = local_worker, tile_slice
 
-    def keys(self, item: WorkItem, block: Any, slot: Any, masked: bool) -> Any:
-        """Return a block's keys; also prepare its values if that must happen before registers are in use."""
+    def keys(self, item: WorkItem, block: Scalar, slot: Scalar, masked: bool) -> Ref:
+        """Wait for a block's keys and return them in shared memory, `[block_kv, key_dim]`, in the matmul dtype.
+
+        Also dequantise or clear the block's values, if necessary: this must happen before registers hold scores.
+
+        Args:
+            item: work item.
+            block: index of the key block in the sequence.
+            slot: ring slot with the block.
+            masked: True if the block may contain tokens past the last visible key, whose values are set to zero.
+        """
         shared = self.shared
         if self.config.is_quantized:
             self._dequantise_block(item, block, slot, masked)
@@ -42,13 +63,21 @@ class RingReader:
         plgpu.barrier_wait(shared.k_ready.at[slot])
         return shared.k.at[slot]
 
-    def _values_in_keys(self, slot: Any) -> Any:
-        """Return this warpgroup's value columns, which are among the first columns of the keys."""
+    def _values_in_keys(self, slot: Scalar) -> Ref:
+        """Return this warpgroup's value columns of the latents in a ring slot, `[block_kv, columns]`.
+
+        A latent is the key, and its first elements are the value.
+        """
         columns = self.config.warpgroup_columns
         return self.shared.k.at[slot, :, pl.ds(self.slice.column * columns, columns)]
 
-    def values(self, slot: Any, masked: bool) -> Any:
-        """Return this warpgroup's columns of a block's values."""
+    def values(self, slot: Scalar, masked: bool) -> Ref:
+        """Wait for a block's values and return this warpgroup's columns in shared memory, `[block_kv, columns]`.
+
+        Args:
+            slot: ring slot with the block.
+            masked: as in the preceding call of `keys`.
+        """
         shared = self.shared
         if self.config.is_quantized:
             assert self.tiling.column_warpgroups == 1, "`_unsupported_heads` refuses wider heads"
@@ -59,21 +88,31 @@ class RingReader:
             plgpu.barrier_wait(shared.v_ready.at[slot])
         return shared.v.at[slot, self.slice.column]
 
-    def release_keys(self, slot: Any) -> None:
-        """Release a slot's keys for refilling, unless they contain the values."""
+    def release_keys(self, slot: Scalar) -> None:
+        """Let the loading warpgroup overwrite the keys in a ring slot, unless they contain the values."""
         if not self.config.values_in_keys:
             self._release(self.shared.k_free.at[slot])
 
-    def release_values(self, slot: Any) -> None:
-        """Release a slot's values for refilling."""
+    def release_values(self, slot: Scalar) -> None:
+        """Let the loading warpgroup overwrite the values in a ring slot."""
         self._release(self.shared.k_free.at[slot] if self.config.values_in_keys else self.shared.v_free.at[slot])
 
-    def _release(self, free: Any) -> None:
+    def _release(self, free: Ref) -> None:
+        """Arrive at a slot's barrier `free`; the loading warpgroup waits for all computing warpgroups there."""
         if not self.config.is_quantized:  # _dequantise_block has already freed the slots
             plgpu.barrier_arrive(free)
 
-    def _dequantise_block(self, item: WorkItem, block: Any, slot: Any, masked: bool) -> None:
-        """Multiply keys and values by their scales and write them to the buffers that wgmma reads."""
+    def _dequantise_block(self, item: WorkItem, block: Scalar, slot: Scalar, masked: bool) -> None:
+        """Write a block's keys and values times their scales to `shared.scaled_k` and `shared.scaled_v`.
+
+        The tile's warpgroups divide the columns and wait for each other before and after.
+
+        Args:
+            item: work item.
+            block: index of the key block in the sequence.
+            slot: ring slot with the quantised block, which is released.
+            masked: True to write zeros as values of tokens past the last visible key.
+        """
         shared, column = self.shared, 2 * item.head - first_scale(item.head)
         k_scales, v_scales = (shared.scales.at[slot, :, column + i] for i in range(2))
         self._meet()  # other warpgroups may still read the previous block
@@ -89,14 +128,20 @@ class RingReader:
         plgpu.barrier_arrive(shared.v_free.at[slot])
         self._meet()
 
-    def _dequantise(self, quantised: Any, scales: Any, scaled: Any, first: int, end: Any | None = None) -> None:
-        """Write elements times scales from the ring to `scaled`, and zeros from row `end` on.
+    def _dequantise(self, quantised: Ref, scales: Ref, scaled: Ref, first: int, end: Any | None = None) -> None:
+        """Multiply this warpgroup's column chunks of a quantised block by the tokens' scales.
 
-        A tile's warpgroups alternate between chunks of columns, beginning with warpgroup `first`.
+        Args:
+            quantised: elements in the ring, `[block_kv, columns]`.
+            scales: scale per token in shared memory, `[block_kv]`.
+            scaled: shared memory for the results in the matmul dtype, `[block_kv, columns]`.
+            first: warpgroup that has the first chunk; the tile's warpgroups take turns.
+            end: row from which on zeros are written; None for no such row.
         """
         layout, width = plgpu.Layout.WGMMA_UPCAST_2X, self.config.tile_columns
 
         def multiply(columns: Any) -> None:
+            """Multiply a slice of the columns."""
             elements = load(quantised.at[:, columns], layout)
             if jnp.issubdtype(elements.dtype, jnp.integer):
                 elements = elements.astype(jnp.bfloat16)  # exact, and a fast conversion
@@ -112,17 +157,23 @@ class RingReader:
             pl.when(is_turn)(functools.partial(multiply, pl.ds(chunk * width, width)))
 
     def _meet(self) -> None:
-        """Wait for all warpgroups in the tile."""
+        """Wait until all computing warpgroups of the tile have reached this call."""
         if self.tiling.warpgroups > 1:
             plgpu.barrier_arrive(self.shared.meeting.at[self.local_worker])
             plgpu.barrier_wait(self.shared.meeting.at[self.local_worker])
 
-    def _end_in(self, item: WorkItem, block: Any) -> Any:
-        """Return the end of the visible keys, counted from the block's first token."""
+    def _end_in(self, item: WorkItem, block: Scalar) -> Scalar:
+        """Return the number of tokens from the block's first token to the last key that the work item sees."""
         return item.key_end - block * self.config.block_kv
 
-    def _clear_tail(self, item: WorkItem, block: Any, v: Any) -> None:
-        """Replace values past the last token by zeros: a stale NaN would pass through a zero weight."""
+    def _clear_tail(self, item: WorkItem, block: Scalar, v: Ref) -> None:
+        """Set a block's values past the last visible key to zero: a stale NaN times a zero weight would be NaN.
+
+        Args:
+            item: work item.
+            block: index of the key block in the sequence.
+            v: values in shared memory, `[block_kv, columns]`.
+        """
         end, block_kv = self._end_in(item, block), self.config.block_kv
         width = self.config.tile_columns  # columns at a time, limited by registers
 

@@ -15,7 +15,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 BLOCK_KV = 64  # maximum number of tokens per key block
 MAX_STAGES = 4
 MAX_WARPGROUP_COLUMNS = 128  # value columns that fit into a warpgroup's registers with all else
-WIDE_WARPGROUP_COLUMNS = 256  # maximum, if all else is kept small
+WIDE_WARPGROUP_COLUMNS = 256  # maximum value columns per warpgroup, if all else is kept small
 WIDE_OUT_COLUMNS = 32  # output columns per copy in that case
 MIN_TILE_TOKENS = 8  # shared memory is filled eight tokens at a time
 SCALES = 8  # adjacent scales per copy: 16 bytes, the TMA minimum
@@ -24,15 +24,15 @@ MIN_TALL_TOKENS = 512  # smaller steps launch only the kernel with short tiles
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tile sizes and resources for one kernel launch.
+    """Tile sizes and resources for one launch of the attention kernel.
 
     Attributes:
-        tokens: tokens per tile, a power of two; tokens times query heads per KV head fill the tile's rows.
+        tokens: query tokens per tile, a power of two; tokens times query heads per KV head fill the tile's rows.
         row_warpgroups: warpgroups that divide a tile's rows, 64 rows each.
         column_warpgroups: warpgroups that divide the value and output columns; two if one has too few registers.
         workers: workers per thread block, each with its own warpgroups, shared memory and span.
         num_cores: number of thread blocks, one per multiprocessor.
-        stages: number of key and value blocks in flight.
+        stages: number of key blocks, with their values, in each worker's shared-memory ring.
     """
 
     tokens: int
@@ -44,6 +44,7 @@ class Tiling:
 
     @property
     def rows(self) -> int:
+        """Number of matrix rows per tile, one per token and query head."""
         return self.row_warpgroups * WARPGROUP_ROWS
 
     @property
@@ -53,13 +54,13 @@ class Tiling:
 
     @property
     def num_workers(self) -> int:
-        """Total number of workers."""
+        """Number of workers in all thread blocks."""
         return self.workers * self.num_cores
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Static parameters for both kernels."""
+    """Static parameters for the attention kernel and the merging kernel in one step."""
 
     num_tokens: int
     """Number of tokens in the step, times `token_heads`."""
@@ -87,23 +88,23 @@ class KernelConfig:
 
     @property
     def is_quantized(self) -> bool:
-        """True if keys and values must be multiplied by scales before matmuls."""
+        """True if the pool is quantised: keys and values must be multiplied by scales before matmuls."""
         return self.kv_dtype != self.dtype
 
     @property
     def swizzle(self) -> int:
-        """Bytes per line of shared memory; it divides keys, a warpgroup's values, and blocks."""
+        """Bytes per line of shared memory (TMA's swizzle), 128 or 64; lines divide keys, values and key blocks."""
         is_multiple = all(size % 64 == 0 for size in (self.key_dim, self.warpgroup_columns, self.block_kv))
         return 128 if is_multiple else 64
 
     @property
     def tile_columns(self) -> int:
-        """Elements per line of shared memory."""
+        """Number of 16-bit elements per line of shared memory."""
         return self.swizzle // 2
 
     @property
     def is_wide(self) -> bool:
-        """True if a tile's weighted sums fill most registers and shared memory."""
+        """True if values are so wide that a tile's weighted sums fill most registers and shared memory."""
         return self.value_dim > 2 * MAX_WARPGROUP_COLUMNS
 
     @property
@@ -113,17 +114,20 @@ class KernelConfig:
 
     @property
     def warpgroup_columns(self) -> int:
-        """Value columns per warpgroup."""
+        """Number of value columns per warpgroup."""
         return self.value_dim // self.column_warpgroups
 
     @property
     def out_columns(self) -> int:
-        """Number of columns that a warpgroup writes to the output together."""
+        """Number of output columns that a warpgroup copies together from shared to global memory."""
         return WIDE_OUT_COLUMNS if self.is_wide else self.warpgroup_columns
 
     @property
     def out_shift(self) -> int:
-        """Maximum number of rows by which output is shifted in its buffer, as tiles may begin among eight tokens."""
+        """Rows by which outputs may be shifted in their shared-memory buffer: 8, or 0 if query heads are tokens.
+
+        A tile's own tokens may begin anywhere among eight tokens, but copies must begin at a multiple of eight.
+        """
         return MIN_TILE_TOKENS if self.token_heads == 1 else 0
 
     @property
@@ -141,17 +145,26 @@ class KernelConfig:
         return BLOCK_KV if fits or not self.is_wide else BLOCK_KV // 2
 
     def tilings(self) -> list[Tiling]:
-        """Return the tiling for short rows and, in steps with many tokens, a second tiling for the other rows."""
+        """Return the tile sizes of each launch: short tiles, and in steps with many tokens also tall tiles."""
         short, tall = self._short_tiling(), self._tiling(row_warpgroups=2, workers=1)
         only_short = self.num_tokens < MIN_TALL_TOKENS or self.column_warpgroups > 1
         return [short] if only_short or tall.tokens == short.tokens else [short, tall]
 
     def _short_tiling(self) -> Tiling:
-        """Return the shortest tiling; a thread block has two workers if each needs only one computing warpgroup."""
+        """Return the tile sizes for rows with few tokens.
+
+        A thread block has two workers if each needs only one computing warpgroup.
+        """
         row_warpgroups = 1 if self.group * MIN_TILE_TOKENS <= WARPGROUP_ROWS else 2
         return self._tiling(row_warpgroups, workers=2 if row_warpgroups == self.column_warpgroups == 1 else 1)
 
     def _tiling(self, row_warpgroups: int, workers: int) -> Tiling:
+        """Return the tile sizes for tiles with `64 * row_warpgroups` rows, with as many ring stages as fit.
+
+        Args:
+            row_warpgroups: number of computing warpgroups that divide a tile's rows.
+            workers: number of workers per thread block.
+        """
         rows = row_warpgroups * WARPGROUP_ROWS
         q_and_out_bytes, block_bytes = self._q_and_out_bytes(row_warpgroups), self._block_bytes(self.block_kv)
         fixed_bytes, stage_bytes = q_and_out_bytes, block_bytes
@@ -172,9 +185,10 @@ class KernelConfig:
         )
 
     def _q_and_out_bytes(self, row_warpgroups: int) -> int:
+        """Return the shared-memory bytes of a worker's queries and outgoing outputs."""
         out_rows = row_warpgroups * self.column_warpgroups * (WARPGROUP_ROWS + self.out_shift)
         return 2 * (row_warpgroups * WARPGROUP_ROWS * self.key_dim + out_rows * self.out_columns)
 
     def _block_bytes(self, num_tokens: int) -> int:
-        """Return the size of unquantised keys and values in bytes."""
+        """Return the bytes of a block's keys and values, `num_tokens` tokens, in the 16-bit matmul dtype."""
         return 2 * num_tokens * (self.key_dim + (0 if self.values_in_keys else self.value_dim))

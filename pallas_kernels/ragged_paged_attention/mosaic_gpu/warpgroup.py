@@ -8,56 +8,58 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
+from jaxserve.pallas_kernels.kernel_values import Scalar
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import work_plan
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import KernelConfig, Tiling
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import WorkItem, i32, read_work_item
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import (
-    END_ITEM,
-    FIRST_ITEM,
-    SPAN_END,
-    SPAN_START,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import WorkItem, read_work_item
+from jaxserve.pallas_kernels.warpgroups import i32
 
 
 class Warpgroup:
-    """Warpgroup that processes the work items in its worker's span.
+    """What loading and computing warpgroups have in common: they process the work items in their worker's span.
 
     Attributes:
         local_worker: the worker's index in its thread block.
-        index: the worker's index among all.
+        index: the worker's index among all workers.
+        items: first and end index of the work items that the worker's span overlaps.
+        span_start: first unit in the span: a unit is one key block of one work item.
+        span_end: end of the span.
     """
 
-    def __init__(self, config: KernelConfig, tiling: Tiling, inputs: Inputs, shared: Shared, local_worker: Any) -> None:
+    def __init__(
+        self, config: KernelConfig, tiling: Tiling, inputs: Inputs, shared: Shared, local_worker: Scalar
+    ) -> None:
         self.config, self.tiling, self.inputs, self.shared = config, tiling, inputs, shared
         index = local_worker * tiling.num_cores + lax.axis_index("block")
         self.local_worker, self.index = local_worker, index
-        self.items = (inputs.workers[index, FIRST_ITEM], inputs.workers[index, END_ITEM])
-        self.span_start, self.span_end = inputs.workers[index, SPAN_START], inputs.workers[index, SPAN_END]
+        workers = inputs.workers
+        self.items = (workers[index, work_plan.FIRST_ITEM], workers[index, work_plan.END_ITEM])
+        self.span_start, self.span_end = workers[index, work_plan.SPAN_START], workers[index, work_plan.SPAN_END]
 
-    def _item(self, index: Any) -> WorkItem:
+    def _item(self, index: Scalar) -> WorkItem:
+        """Read a work item from the plan, with the key blocks that are in the worker's span.
+
+        Args:
+            index: tile times number of KV heads, plus KV head.
+        """
         tile = lax.div(index, i32(self.config.num_kv_heads))
         head = lax.rem(index, i32(self.config.num_kv_heads))
         return read_work_item(self.inputs.tiles, tile, head, self.span_start, self.span_end)
 
-    def _slot(self, block_count: Any) -> Any:
-        """Return the ring slot that holds the worker's next block."""
+    def _slot(self, block_count: Scalar) -> Scalar:
+        """Return the index of the shared-memory ring slot for a key block, the worker's `block_count`-th from 0 on."""
         return self.local_worker * self.tiling.stages + lax.rem(block_count, i32(self.tiling.stages))
 
 
 class TileSlice(NamedTuple):
-    """Rows and columns that one warpgroup computes in a tile."""
+    """Rows and columns of a tile's outputs that one computing warpgroup computes."""
 
-    index: Any
-    row: Any  # first of its 64 rows
-    column: Any  # index among the column warpgroups
+    index: Scalar  # index of the warpgroup among the tile's warpgroups
+    row: Scalar  # first of its 64 rows
+    column: Scalar  # index among the column warpgroups, which divide the value columns
 
     @property
     def rows(self) -> Any:
-        """Rows in the tile's matrix."""
+        """Slice of the warpgroup's 64 rows among the tile's rows."""
         return pl.ds(self.row, WARPGROUP_ROWS)
-
-
-def tile_slice(tiling: Tiling, index: Any) -> TileSlice:
-    """Return the tile slice that one computing warpgroup computes."""
-    columns = i32(tiling.column_warpgroups)
-    return TileSlice(index, lax.div(index, columns) * WARPGROUP_ROWS, lax.rem(index, columns))

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array
 
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import (
-    BASE_TOKEN,
-    FIRST_BLOCK,
-    FIRST_HEAD,
-    FIRST_UNIT,
-    KEY_END,
-    LEAD,
-    NUM_BLOCKS,
-    NUM_TOKENS,
-    POSITION,
-    TABLE_ROW,
-    TREE_START,
-)
+from jaxserve.pallas_kernels.kernel_values import Ref, Registers, Scalar
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import work_plan
+from jaxserve.pallas_kernels.warpgroups import i32, spread
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a row that has seen no key yet does not turn into NaN
@@ -32,49 +19,55 @@ MASKED = -1e30  # finite, so that a row that has seen no key yet does not turn i
 # Register layout for eight rows; each warp holds eight columns in every 32.
 EIGHTS = plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (8, 8), (2,))), (-4,), (-3, -2), -1)
 
-_REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
-
 
 class WorkItem(NamedTuple):
-    """A query tile with one KV head, and the part (split) of its key blocks that one worker computes."""
+    """A query tile with one KV head, and the key blocks of it that one worker computes (the worker's split)."""
 
-    tile: Any
-    table_row: Any  # row in the page table
-    head: Any
-    base_token: Any  # index in the step; the tile's own tokens begin `lead` tokens later
-    lead: Any
-    num_tokens: Any
-    position: Any
-    key_end: Any  # end of the keys that the tile sees
-    first_head: Any  # head of the tile's first token if heads are tokens
-    tree_start: Any  # position of the first node in the row's tree
-    begin: Any  # first block in the split
-    end: Any  # end of the split's blocks
-    is_first: Any  # True if the split has the item's first block
-    is_last: Any
+    tile: Scalar  # index of the tile in the plan
+    table_row: Scalar  # the row's index in the page table
+    head: Scalar  # KV head
+    base_token: Scalar  # index in the step; the tile's own tokens begin `lead` tokens later
+    lead: Scalar
+    num_tokens: Scalar  # number of the tile's own tokens
+    position: Scalar  # position of the tile's first own token in its sequence
+    key_end: Scalar  # end of the keys that the tile's last token sees
+    first_head: Scalar  # query head of the tile's first own token, if query heads are processed as tokens
+    tree_start: Scalar  # position of the first node in the row's draft tree
+    begin: Scalar  # first key block in the split, counted from the sequence's start
+    end: Scalar  # end of the split's key blocks
+    is_first: Scalar  # True if the split has the item's first key block
+    is_last: Scalar  # True if the split has the item's last key block
 
 
-def read_work_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: Any) -> WorkItem:
-    """Return a work item; its split is the part inside a worker's span."""
+def read_work_item(tiles_ref: Ref, tile: Scalar, head: Scalar, span_start: Scalar, span_end: Scalar) -> WorkItem:
+    """Read one work item from the plan, with the key blocks that are inside a worker's span of units.
 
-    def column(index: int) -> Any:
+    Args:
+        tiles_ref: `WorkPlan.tiles` in global memory, `[tiles, 11]`.
+        tile: index of the tile.
+        head: KV head.
+        span_start: first unit in the worker's span.
+        span_end: end of the span.
+    """
+
+    def column(index: int) -> Scalar:
         return tiles_ref[tile, index]
 
-    num_blocks, first_block = column(NUM_BLOCKS), column(FIRST_BLOCK)
-    first_unit = column(FIRST_UNIT) + head * num_blocks
+    num_blocks, first_block = column(work_plan.NUM_BLOCKS), column(work_plan.FIRST_BLOCK)
+    first_unit = column(work_plan.FIRST_UNIT) + head * num_blocks
     begin = jnp.maximum(span_start - first_unit, 0)
     end = jnp.minimum(span_end - first_unit, num_blocks)
     return WorkItem(
         tile=tile,
-        table_row=column(TABLE_ROW),
+        table_row=column(work_plan.TABLE_ROW),
         head=head,
-        base_token=column(BASE_TOKEN),
-        lead=column(LEAD),
-        num_tokens=column(NUM_TOKENS),
-        position=column(POSITION),
-        key_end=column(KEY_END),
-        first_head=column(FIRST_HEAD),
-        tree_start=column(TREE_START),
+        base_token=column(work_plan.BASE_TOKEN),
+        lead=column(work_plan.LEAD),
+        num_tokens=column(work_plan.NUM_TOKENS),
+        position=column(work_plan.POSITION),
+        key_end=column(work_plan.KEY_END),
+        first_head=column(work_plan.FIRST_HEAD),
+        tree_start=column(work_plan.TREE_START),
         begin=first_block + begin,
         end=first_block + end,
         is_first=begin == 0,
@@ -83,70 +76,50 @@ def read_work_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_e
 
 
 class Softmax(NamedTuple):
-    """Softmax state for some rows of a tile, over the keys seen so far; scores in base 2."""
+    """State of an online softmax for some query rows, over the keys seen so far; scores are in base 2.
 
-    values: Any  # f32[rows, columns], weighted sum
+    The fields are registers; or references to states in global memory, `[workers, 2, column_warpgroups, rows, ...]`.
+    These are unmerged splits, two per worker: from a work item that another worker began (0), or that it began (1).
+    """
+
+    values: Any  # f32[rows, columns], sum of the values times their weights
     max_score: Any  # f32[rows]
-    denominator: Any  # f32[rows]
+    denominator: Any  # f32[rows], sum of the weights
 
-    def result(self, layout: Any, dtype: jnp.dtype) -> Any:
-        """Return the weighted mean of the values, zeros for rows without any weight."""
+    def result(self, layout: Any, dtype: jnp.dtype) -> Registers:
+        """Return the attention outputs `[rows, columns]`, zeros for rows that have seen no key.
+
+        Args:
+            layout: register layout of `values`.
+            dtype: dtype of the outputs.
+        """
         denominator = jnp.where(self.denominator > 0, self.denominator, 1.0)
         return (self.values / spread(denominator, self.values.shape, layout)).astype(dtype)
 
 
-class SplitBuffers(NamedTuple):
-    """Two unmerged splits per worker: from a work item that another worker began (0) or that it began itself (1)."""
-
-    values: Any  # f32[workers, 2, column_warpgroups, rows, columns], weighted sums
-    max_score: Any  # f32[workers, 2, column_warpgroups, rows]
-    denominator: Any  # f32[workers, 2, column_warpgroups, rows]
-
-
 def copy_tokens(
-    source: Any, row: Any, target: Any, token: Any, head: Any, column: Any, num_tokens: Any, size: int
+    source: Ref, row: Scalar, target: Ref, token: Scalar, head: Scalar, column: Scalar, num_tokens: Scalar, size: int
 ) -> None:
-    """Copy the first `num_tokens` tokens for a head from shared memory to the output.
+    """Start copies of `num_tokens` tokens' outputs for one query head from shared memory to global memory.
 
-    Copies must have static sizes, so the tokens are copied in powers of two, which add up to any number.
+    Copies must have static sizes: there is one copy per power of two, and these add up to any number of tokens.
 
     Args:
-        source: rows in one column group.
+        source: outputs in shared memory, `[rows, columns]`, one row per token.
         row: first row to copy.
-        target: output.
-        token: first token in the output.
+        target: the kernel's output in global memory, `[tokens, heads, value_dim]`.
+        token: token in the output to which the first row is copied.
         head: query head.
-        column: index of the column group.
+        column: index of the columns among the output's groups of `columns` columns.
         num_tokens: number of tokens to copy.
-        size: upper bound for `num_tokens`, a power of two.
+        size: maximum of `num_tokens`, a power of two.
     """
     done, columns = i32(0), pl.ds(column * source.shape[1], source.shape[1])
     while size:
 
         @pl.when((num_tokens & size) != 0)
-        def copy(done: Any = done, size: int = size) -> None:
+        def copy(done: Scalar = done, size: int = size) -> None:
             tokens = target.at[pl.ds(token + done, size), head, columns]
             plgpu.copy_smem_to_gmem(source.at[pl.ds(row + done, size)], tokens)
 
         done, size = done + (num_tokens & size), size // 2
-
-
-def load(ref: Any, layout: Any) -> Any:
-    """Load from memory to registers."""
-    index = [()] if "idx" in _REQUIRED_OF_LOAD else []  # jax 0.10 requires the argument
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
-
-
-def spread(rows: Any, shape: tuple[int, int], layout: Any) -> Any:
-    """Broadcast one value per row to all columns."""
-    return cast(lax.broadcast_in_dim(rows, shape, [0]), layout)
-
-
-def cast(x: Any, layout: Any) -> Any:
-    """Convert `x` to a register layout."""
-    return plgpu.layout_cast(x, layout)
-
-
-def i32(x: int) -> Array:
-    """Return a 32-bit scalar."""
-    return jnp.asarray(x, jnp.int32)

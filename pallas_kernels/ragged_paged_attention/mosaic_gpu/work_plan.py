@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import MIN_TILE_TOKENS, KernelConfig, Tiling
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
@@ -19,18 +19,8 @@ FIRST_BLOCK, NUM_BLOCKS, FIRST_UNIT, TREE_START = range(7, 11)
 FIRST_ITEM, END_ITEM, SPAN_START, SPAN_END = range(4)
 
 
-class Queries(NamedTuple):
-    """A step's queries after RoPE, and its rows."""
-
-    q: Float[Array, "padded Q key"]
-    """Queries for all tokens, padded to a multiple of eight tokens."""
-    rows: RaggedRows
-    sinks: Float[Array, "Q"] | None = None
-    tree_mask: Int32[Array, "T"] | None = None
-
-
 class WorkPlan(NamedTuple):
-    """Work for one kernel."""
+    """Work for one launch of the attention kernel: query tiles, and each worker's range of key blocks."""
 
     tiles: Int32[Array, "tiles 11"]
     """One row per tile, with columns TABLE_ROW ... TREE_START.
@@ -46,16 +36,16 @@ class WorkPlan(NamedTuple):
 
 
 def plan_work(config: KernelConfig, tiling: Tiling, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> WorkPlan:
-    """Cut the rows' new tokens into tiles, and their key blocks into equal spans, one per worker.
+    """Cut the rows' new tokens into tiles, and the key blocks that these see into equal spans, one per worker.
 
     A work item is a tile with one KV head. A unit is a work item with one key block. Units are ordered by tile, then KV
     head, then block; a span is a range of units, and may begin and end inside a work item.
 
     Args:
         config: static parameters.
-        tiling: tile sizes.
+        tiling: tile sizes and number of workers.
         rows: the step's rows.
-        q_lens: number of new tokens per row to attend with, zero for rows that the other kernel handles.
+        q_lens: number of new tokens per row, or zero for rows that the other launch handles.
     """
     R, n, block_kv = q_lens.shape[0], config.token_heads, config.block_kv
     past_lens, starts, q_lens = rows.kv_lens - q_lens, rows.cu_q_lens[:-1] * n, q_lens * n
@@ -98,5 +88,8 @@ def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
 
 
 def _count_up_to(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "m"]:
-    """Return how many of the ascending `ends` are at most x."""
+    """Return for each element of x how many of the ascending `ends` are at most as large.
+
+    If `ends` are the ends of consecutive ranges, this is the index of the range that contains the element.
+    """
     return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)
