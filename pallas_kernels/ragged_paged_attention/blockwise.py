@@ -22,6 +22,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOp
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind, Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, decode, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.tiles import ceil_div
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import MAX_NODES, tree_starts
 
 DECODE_GROUP_ROWS = 16
@@ -209,7 +210,7 @@ def _attend_blocks(
     depth_position = position if tree is None or window is None else tree.nodes[None, :, 1]
     first_key, end_key = _key_range(position, depth_position, window)
     first_page = first_key // page_size
-    num_blocks = _ceil_div(jnp.max(_ceil_div(end_key, page_size) - first_page), block_pages)
+    num_blocks = ceil_div(jnp.max(ceil_div(end_key, page_size) - first_page), block_pages)
 
     def absorb_block(block: Int32[Array, ""], state: Softmax) -> Softmax:
         column = (first_page + block * block_pages)[:, None] + jnp.arange(block_pages, dtype=jnp.int32)[None, :]
@@ -279,7 +280,3 @@ def absorb(
         denominator=state.denominator * rescale + jnp.sum(weights, axis=-1),
         weighted_sum=state.weighted_sum * rescale[..., None] + values,
     )
-
-
-def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
-    return (x + (divisor - 1)) // divisor

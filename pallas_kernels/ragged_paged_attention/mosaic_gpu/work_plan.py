@@ -9,6 +9,7 @@ from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import MIN_TILE_TOKENS, KernelConfig, Tiling
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.tiles import ceil_div, cut_into_tiles, range_index
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
 
 MIN_SPAN = 4  # minimum number of units per worker: fewer are not worth the merge
@@ -47,49 +48,32 @@ def plan_work(config: KernelConfig, tiling: Tiling, rows: RaggedRows, q_lens: In
         rows: the step's rows.
         q_lens: number of new tokens per row, or zero for rows that the other launch handles.
     """
-    R, n, block_kv = q_lens.shape[0], config.token_heads, config.block_kv
+    n, block_kv = config.token_heads, config.block_kv
     past_lens, starts, q_lens = rows.kv_lens - q_lens, rows.cu_q_lens[:-1] * n, q_lens * n
-    num_tiles = min(config.num_tokens, config.num_tokens // tiling.tokens + 2 * R)
-    leads = starts % MIN_TILE_TOKENS
-    row_tiles = jnp.where(q_lens > 0, _ceil_div(leads + q_lens, tiling.tokens), 0)
-    tile_ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
-    tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    row = jnp.minimum(_count_up_to(tile_ends, tile), R - 1)
-    start = (tile - (tile_ends - row_tiles)[row]) * tiling.tokens - leads[row]  # index among the row's new tokens
-    lead = jnp.maximum(-start, 0)
-    num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tiling.tokens) - lead, 0)
+    num_tiles = min(config.num_tokens, config.num_tokens // tiling.tokens + 2 * q_lens.shape[0])
+    row, start, lead, num_tokens = cut_into_tiles(
+        starts, q_lens, tile_tokens=tiling.tokens, alignment=MIN_TILE_TOKENS, num_tiles=num_tiles
+    )
     past_len, first = past_lens[row], start + lead
     position, key_end = past_len + first // n, past_len + (first + num_tokens - 1) // n + 1
     tree_start = tree_starts(rows)[row] if config.has_tree else past_len
-    first_block = jnp.zeros_like(tile)
+    first_block = jnp.zeros_like(num_tokens)
     if config.options.window is not None:
         shallowest = jnp.minimum(position, tree_start) if config.has_tree else position
         first_block = jnp.maximum(shallowest - config.options.window + 1, 0) // block_kv
-    num_blocks = jnp.where(num_tokens > 0, _ceil_div(key_end, block_kv) - first_block, 0)
+    num_blocks = jnp.where(num_tokens > 0, ceil_div(key_end, block_kv) - first_block, 0)
     ends = jnp.cumsum(num_blocks * config.num_kv_heads, dtype=jnp.int32)
     first_unit = ends - num_blocks * config.num_kv_heads
     tokens = (rows.table_rows(row), starts[row] + start, lead, num_tokens, position, key_end, first % n)
     columns = (*tokens, first_block, num_blocks, first_unit, tree_start)
 
     def work_item_at(unit: Int32[Array, "workers"]) -> Int32[Array, "workers"]:
-        tile = jnp.minimum(_count_up_to(ends, unit), num_tiles - 1)
+        tile = jnp.minimum(range_index(ends, unit), num_tiles - 1)
         return tile * config.num_kv_heads + (unit - first_unit[tile]) // jnp.maximum(num_blocks[tile], 1)
 
-    span = jnp.maximum(_ceil_div(ends[-1], tiling.num_workers), MIN_SPAN)
+    span = jnp.maximum(ceil_div(ends[-1], tiling.num_workers), MIN_SPAN)
     start = jnp.minimum(jnp.arange(tiling.num_workers, dtype=jnp.int32) * span, ends[-1])
     end = jnp.minimum(start + span, ends[-1])
     first_item = work_item_at(start)
     end_item = jnp.where(end > start, work_item_at(end - 1) + 1, first_item)
     return WorkPlan(jnp.stack(columns, axis=1), jnp.stack([first_item, end_item, start, end], axis=1))
-
-
-def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
-    return (x + (divisor - 1)) // divisor
-
-
-def _count_up_to(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "m"]:
-    """Return for each element of x how many of the ascending `ends` are at most as large.
-
-    If `ends` are the ends of consecutive ranges, this is the index of the range that contains the element.
-    """
-    return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)

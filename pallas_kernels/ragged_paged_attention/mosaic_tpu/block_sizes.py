@@ -10,17 +10,16 @@ import jax.numpy as jnp
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import (
     ALIGNED_TOKENS,
-    LANES,
     SCALE_HEADS,
     SUBLANES,
     HeadColumns,
     power_of_two,
-    round_up,
     scale_rows,
     slab_tokens,
     token_bytes,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, has_scales
+from jaxserve.pallas_kernels.tpu import LANES, round_up
 
 PAGE_IDS = 128  # page ids per copy, the minimum
 MAX_PAGE_TOKENS = 256
@@ -31,16 +30,17 @@ WORK_ITEM_DOTS = 32  # matmuls per work item with decode slots: more take long t
 
 @dataclass(frozen=True)
 class BlockSizeLimits:
-    """Block size limits, which tuning may change; `choose_block_sizes` makes smaller blocks if memory requires it.
+    """Block size limits for the TPU attention kernel; tuned or requested values replace the defaults.
 
-    The default of `work_item_bytes` depends on the chip (`default_work_item_bytes`).
+    `choose_block_sizes` makes smaller blocks if VMEM requires it. The default of `work_item_bytes` depends on the chip
+    (`default_work_item_bytes`).
 
     Attributes:
-        work_item_bytes: maximum size of the keys and values in a work item, in bytes.
+        work_item_bytes: maximum bytes of the keys and values in a work item.
         decode_keys: maximum number of keys per decode slot in a work item.
         tile_keys: maximum number of keys per tile in a work item.
         tile_rows: maximum number of rows in a query matrix.
-        slots: work items in memory: one in use, the others in flight.
+        slots: work items whose pages are in VMEM: one in use, the others being copied.
     """
 
     work_item_bytes: int = 4 * 2**20
@@ -56,13 +56,20 @@ class BlockSizeLimits:
 
 
 def default_work_item_bytes(bytes_per_s: int, vmem_bytes: int) -> int:
-    """Return the bytes that main memory transfers in FETCH_S, at most a quarter of the kernel's vector memory."""
+    """Return the default bytes of keys and values per work item for a chip, rounded down to a power of two.
+
+    HBM transfers them in `FETCH_S` seconds; they take at most a quarter of the VMEM.
+
+    Args:
+        bytes_per_s: HBM bandwidth of the chip.
+        vmem_bytes: VMEM bytes that the kernel may use.
+    """
     return min(power_of_two(int(FETCH_S * bytes_per_s)), power_of_two(vmem_bytes // 4))
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Static parameters of the kernel."""
+    """Static parameters of the TPU attention kernel in one step."""
 
     num_tokens: int
     num_rows: int
@@ -78,7 +85,7 @@ class KernelConfig:
     has_sinks: bool
     has_tree: bool
     vmem_bytes: int
-    """Vector memory that the kernel may use."""
+    """Bytes of vector memory (VMEM) that the kernel may use."""
     sizes: BlockSizeLimits
     interpret: Any
     """Parameters of the interpreter; None to run on a TPU."""
@@ -87,6 +94,7 @@ class KernelConfig:
 
     @property
     def has_scales(self) -> bool:
+        """True if the pool is quantised, with one scale per vector."""
         return has_scales(self.kv_dtype)
 
     @property
@@ -110,7 +118,7 @@ class KernelConfig:
 
     @property
     def slab(self) -> int:
-        """Number of tokens written together in a page: the rows in a memory tile."""
+        """Number of tokens per slab, the smallest part of a page that can be written: the rows in a memory tile."""
         return slab_tokens(self.kv_dtype)
 
     @property
@@ -120,26 +128,26 @@ class KernelConfig:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes per token in the pool."""
+        """Number of bytes per token in one layer of the pool, without scales."""
         return token_bytes(self.num_kv_heads, self.columns.stored, self.kv_dtype)
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes per slab for the scales."""
+        """Number of bytes for the scales of one slab; 0 without scales."""
         return scale_rows(self.num_vectors) * LANES * SCALE_DTYPE.itemsize if self.has_scales else 0
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Block sizes that fit the memory.
+    """Block sizes of the TPU attention kernel that fit VMEM.
 
     Attributes:
-        decode_slots: decode rows per work item.
-        decode_pages: pages per decode slot in a work item.
-        tile_tokens: tokens per tile: short tiles, and in large steps also tall tiles.
-        tile_pages: pages per tile in a work item.
-        slots: work items in memory: one in use, the others in flight.
-        writes: slabs in flight in each direction.
+        decode_slots: decode rows in a work item, which are processed together.
+        decode_pages: pages per decode row in a work item: one key block.
+        tile_tokens: query tokens per tile, for short tiles, and in large steps also for tall tiles.
+        tile_pages: pages in a work item with a tile: one key block.
+        slots: work items whose pages are in VMEM: one in use, the others being copied.
+        writes: slabs being copied to VMEM, and equally many back to HBM.
     """
 
     decode_slots: int
@@ -151,10 +159,10 @@ class BlockSizes:
 
 
 def choose_block_sizes(config: KernelConfig) -> BlockSizes:
-    """Return the largest useful block sizes that fit the memory.
+    """Return the largest block sizes within `config.sizes` that fit VMEM; small constant ones in the interpreter.
 
     Raises:
-      ValueError: the smallest blocks do not fit.
+      ValueError: even the smallest blocks do not fit.
     """
     if config.interpret is not None:  # small, so that even short rows have several blocks
         kinds = (ALIGNED_TOKENS, 2 * ALIGNED_TOKENS) if config.num_tokens > 2 * ALIGNED_TOKENS else (ALIGNED_TOKENS,)
@@ -172,6 +180,7 @@ def choose_block_sizes(config: KernelConfig) -> BlockSizes:
 
 
 def _blocks(config: KernelConfig, divisor: int) -> BlockSizes:
+    """Return the block sizes for limits that are divided by `divisor`, without regard to VMEM."""
     sizes = config.sizes
     work_item_tokens = max(1, sizes.work_item_bytes // divisor // config.token_bytes)
     max_decode_slots = work_item_tokens // max(LANES, config.page_size)
@@ -191,6 +200,7 @@ def _blocks(config: KernelConfig, divisor: int) -> BlockSizes:
 
 
 def _decode_bytes(config: KernelConfig, blocks: BlockSizes) -> int:
+    """Return the VMEM bytes that the kernel uses while it attends with decode rows."""
     heads = blocks.decode_slots * config.num_kv_heads * config.padded_group
     work_item_bytes = blocks.decode_slots * blocks.decode_pages * _page_bytes(config)
     scores_bytes = 3 * heads * blocks.decode_pages * config.page_size * 4
@@ -201,6 +211,7 @@ def _decode_bytes(config: KernelConfig, blocks: BlockSizes) -> int:
 
 
 def _tile_bytes(config: KernelConfig, blocks: BlockSizes) -> int:
+    """Return the VMEM bytes that the kernel uses while it attends with query tiles."""
     tokens = max(blocks.tile_tokens)
     queries = config.num_query_heads * tokens
     slot_bytes = queries * round_up(config.columns.keys, LANES) * config.matmul_dtype.itemsize
@@ -213,7 +224,14 @@ def _tile_bytes(config: KernelConfig, blocks: BlockSizes) -> int:
 
 
 def _dequantised_bytes(config: KernelConfig, num_kv_heads: int, sequences: int, pages: int) -> int:
-    """Return the bytes for some heads' dequantised keys and values, and for scales in float32."""
+    """Return the VMEM bytes of dequantised keys and values, and of scales in float32; 0 for float pools.
+
+    Args:
+        config: static parameters.
+        num_kv_heads: number of KV heads that are dequantised simultaneously.
+        sequences: number of sequences per work item.
+        pages: pages per sequence in a work item.
+    """
     if not config.has_scales:
         return 0
     tokens = pages * config.page_size
@@ -223,16 +241,21 @@ def _dequantised_bytes(config: KernelConfig, num_kv_heads: int, sequences: int, 
 
 
 def _write_bytes(config: KernelConfig, blocks: BlockSizes) -> int:
+    """Return the VMEM bytes that the kernel uses while it writes new keys and values to their pages."""
     new_bytes = config.num_kv_heads * (config.slab + SUBLANES) * round_up(config.columns.stored, LANES) * 4
     return 2 * blocks.writes * (new_bytes + config.slab * config.token_bytes + 2 * config.scale_bytes)
 
 
 def _page_bytes(config: KernelConfig) -> int:
+    """Return the bytes of one layer's page, including scales."""
     slabs = -(-config.page_size // config.slab)
     return slabs * (config.slab * config.token_bytes + config.scale_bytes)
 
 
 def heads_per_matmul(config: KernelConfig, tile_tokens: int) -> int:
-    """Return the number of query heads whose queries form one matrix, a divisor of `config.group`."""
+    """Return how many query heads' tiles, with `tile_tokens` rows each, are multiplied by the keys in one matmul.
+
+    It divides `config.group`, so that these heads have the same KV head.
+    """
     limit = max(1, config.sizes.tile_rows // tile_tokens)
     return max(n for n in range(1, min(config.group, limit) + 1) if config.group % n == 0)

@@ -23,7 +23,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, Quan
 
 @dataclass(frozen=True)
 class PageMatrices(Layout):
-    """Layout `[L, N, M, P, C]`: M matrices per page, each with the same columns for all tokens.
+    """TPU pool layout `[L, N, M, P, C]`: a page has M matrices, with a row for each of its P tokens.
 
     A matrix has one head's key and value in each row, `[L, N, K, P, 2H]`; with a head dim of 512 they are in two
     matrices, `[L, N, 2K, P, H]` (`pair_columns`). Latents have one matrix with padded columns, `[L, N, 1, P, C]`.
@@ -33,11 +33,12 @@ class PageMatrices(Layout):
 
     @property
     def is_latent(self) -> bool:
-        """True if a token has one vector."""
+        """True if a token has one vector, a latent, instead of keys and values."""
         return len(self.token_shape) == 1
 
     @property
     def num_matrices(self) -> int:
+        """Number of matrices per page."""
         if self.is_latent:
             return 1
         num_vectors, head_dim = self.token_shape
@@ -54,21 +55,23 @@ class PageMatrices(Layout):
         return math.prod(self.token_shape[:-1])
 
     def default_page_size(self, kv_dtype: jnp.dtype) -> int:
-        """Return the page size in tokens that suits copies."""
+        """Return the default page size in tokens, which makes copies of pages large enough."""
         return default_page_size(self.num_matrices, self.used_columns, kv_dtype)
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
+        """Return the shape of the pool's values, `(L, N, M, P, C)`."""
         columns = round_up(self.used_columns, LANES) if self.is_latent else self.used_columns
         return (dims.num_layers, dims.num_pages, self.num_matrices, dims.page_size, columns)
 
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the scales' shape: one memory tile per slab, which is written with the slab.
+        """Return the shape of a quantised pool's scales, `(L, N, slabs, rows, 128)`.
 
-        A row in the tile holds four vectors' scales for 32 tokens; the first row belongs to the first heads.
+        A slab has 32 tokens; its scales are written with it. A row holds the scales of four vectors per token.
         """
         return (*dims[:2], dims.page_size // SCALE_TOKENS, scale_rows(self.num_vectors), LANES)
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
+        """Convert a pool from this layout to the canonical `[L, N, P, 2K, H]`, or `[L, N, P, W]` for latents."""
         values = values_of(kv_pages)
         L, N, _, P, _ = values.shape
         vectors = values[..., : self.used_columns].swapaxes(2, 3).reshape(L, N, P, *self.token_shape)
@@ -78,6 +81,7 @@ class PageMatrices(Layout):
         return QuantizedPages(vectors, scales.reshape(vectors.shape[:-1]))
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
+        """Convert a pool from the canonical layout to this one."""
         values = values_of(kv_pages)
         L, N, P = values.shape[:3]
         *_, columns = self.kv_shape(PoolDims(L, N, P))
@@ -91,14 +95,20 @@ class PageMatrices(Layout):
 
 
 def scales_from_tiles(tiles: BFloat16[Array, "L N slabs rows 128"]) -> BFloat16[Array, "L N P vectors"]:
-    """Return scales by token and vector; padding vectors come last."""
+    """Convert a pool's scales from its tiles of 32 tokens to one axis for tokens and one for vectors.
+
+    Padding vectors come last.
+    """
     L, N, num_slabs, *_ = tiles.shape
     by_vector = tiles.reshape(L, N, num_slabs, -1, SCALE_HEADS, SCALE_TOKENS).transpose(0, 1, 2, 5, 4, 3)
     return by_vector.reshape(L, N, num_slabs * SCALE_TOKENS, -1)
 
 
 def scales_to_tiles(scales: BFloat16[Array, "*slabs 32 vectors"]) -> BFloat16[Array, "*slabs rows 128"]:
-    """Convert scales by slab, token and vector to the pool's layout."""
+    """Convert scales, with axes for slabs, the 32 tokens in a slab, and vectors, to the pool's layout.
+
+    Element 32 i + t of row r is the scale of token t's vector `i * rows + r`.
+    """
     slabs, num_vectors = scales.shape[:-2], scales.shape[-1]
     rows = scale_rows(num_vectors)
     padding = [(0, 0)] * (scales.ndim - 1) + [(0, SCALE_HEADS * rows - num_vectors)]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind, Latents
+from jaxserve.pallas_kernels.tpu import LANES, round_up
 
-LANES = 128  # elements per row of a memory tile
 SUBLANES = 8  # 32-bit rows per memory tile
 ALIGNED_TOKENS = 16  # alignment for query tiles: rows per memory tile with 16-bit elements
 SCALE_TOKENS = 32  # tokens per scale tile: rows per memory tile with 8-bit elements
@@ -21,16 +21,16 @@ COPY_TOKENS = 128  # maximum default page size
 
 @dataclass(frozen=True)
 class HeadColumns:
-    """Columns for one KV head's key and value in a page's matrices, and the columns that matmuls read.
+    """Columns of one KV head's key and value in a page's matrices, and the columns that matmuls read.
 
-    A matmul reads columns in multiples of LANES. So queries may be padded with zeros that meet value columns, and
-    weighted sums may contain key columns, which are dropped.
+    Matmuls read columns in multiples of LANES. So queries may be padded with zeros, by which value columns are
+    multiplied, and weighted sums may contain key columns, which are dropped.
 
     Attributes:
         key_dim: size of a key, which begins at column 0.
         value_dim: size of a value.
         first_value: first value column: 0 if the key begins with the value.
-        stored: columns in all matrices.
+        stored: number of stored columns, in all of the head's matrices together.
         num_matrices: matrices per KV head: two if keys and values are separate.
     """
 
@@ -42,6 +42,7 @@ class HeadColumns:
 
     @property
     def matrix_columns(self) -> int:
+        """Number of columns per matrix."""
         return self.stored // self.num_matrices
 
     @property
@@ -51,7 +52,7 @@ class HeadColumns:
 
     @property
     def values(self) -> tuple[int, int]:
-        """Bounds of the columns whose weighted sums are computed."""
+        """First and end of the columns whose weighted sums are computed: the value, aligned to LANES."""
         end = self.first_value + self.value_dim
         return self.first_value // LANES * LANES, min(round_up(end, LANES), self.stored)
 
@@ -63,7 +64,7 @@ class HeadColumns:
 
     @property
     def results(self) -> slice:
-        """Columns in a weighted sum that belong to the value."""
+        """Slice of the columns in a weighted sum that belong to the value."""
         first = self.first_value - self.values[0]
         return slice(first, first + self.value_dim)
 
@@ -74,12 +75,12 @@ class HeadColumns:
 
 
 def columns_for(kind: KVKind) -> HeadColumns:
-    """Return the columns that are stored for a KV head, or for a latent."""
+    """Return the columns of a KV head's key and value, or of a latent, in a page."""
     return latent_columns(kind.key_dim, kind.rank) if isinstance(kind, Latents) else pair_columns(kind.head_dim)
 
 
 def pair_columns(head_dim: int) -> HeadColumns:
-    """Return the columns for a key followed by its value.
+    """Return the columns of a KV head's key followed by its value, each with `head_dim` elements.
 
     Wide heads have them in separate matrices, so that pages for head dims 512 and 256 have the same number of columns.
     """
@@ -88,12 +89,12 @@ def pair_columns(head_dim: int) -> HeadColumns:
 
 
 def latent_columns(width: int, rank: int) -> HeadColumns:
-    """Return the columns for a latent with `width` elements, padded to memory tiles; its value has `rank` elements."""
+    """Return the columns of a latent with `width` elements, padded to memory tiles; the first `rank` are the value."""
     return HeadColumns(width, rank, 0, round_up(width, LANES))
 
 
 def token_bytes(num_kv_heads: int, stored: int, kv_dtype: jnp.dtype) -> int:
-    """Return the bytes per token in memory, with `stored` columns per KV head."""
+    """Return the HBM bytes per token in a layer's pages, with `stored` columns per KV head, padded to memory tiles."""
     return num_kv_heads * round_up(stored, LANES) * kv_dtype.itemsize
 
 
@@ -103,23 +104,26 @@ def slab_tokens(kv_dtype: jnp.dtype) -> int:
 
 
 def default_page_size(num_kv_heads: int, stored: int, kv_dtype: jnp.dtype) -> int:
-    """Return the page size in tokens that suits copies, at most `COPY_TOKENS`."""
+    """Return the default page size in tokens: a layer's page has about `COPY_BYTES`, and at most `COPY_TOKENS` tokens.
+
+    Args:
+        num_kv_heads: number of KV heads, or of matrices per page.
+        stored: stored columns per head or matrix.
+        kv_dtype: dtype of the pool.
+    """
     tokens = power_of_two(COPY_BYTES // token_bytes(num_kv_heads, stored, kv_dtype))
     return max(ALIGNED_TOKENS, slab_tokens(kv_dtype), min(tokens, COPY_TOKENS))
 
 
 def scale_rows(num_vectors: int) -> int:
-    """Return the number of rows in a scale tile, which holds all vectors' scales in whole memory tiles.
+    """Return the number of rows with 128 scales each that hold the scales of 32 tokens, `num_vectors` per token.
 
-    Each word in a memory tile has 16-bit elements from two rows.
+    It is padded to what a copy can address: each 32-bit word in a memory tile has 16-bit elements from two rows.
     """
     rows = max(2, -(-num_vectors // SCALE_HEADS))
     return 1 << (rows - 1).bit_length() if rows < SUBLANES else round_up(rows, SUBLANES)
 
 
 def power_of_two(x: int) -> int:
+    """Round x down to a power of two, at least 1."""
     return 1 << int(math.log2(max(x, 1)))
-
-
-def round_up(x: int, multiple: int) -> int:
-    return x + -x % multiple

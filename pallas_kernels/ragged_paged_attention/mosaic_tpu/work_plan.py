@@ -10,6 +10,7 @@ from jaxtyping import Array, Int32
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import BlockSizes, KernelConfig
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import ALIGNED_TOKENS
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.tiles import ceil_div, cut_into_tiles, range_index
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
 
 # Columns of the tables in `WorkPlan`.
@@ -19,18 +20,18 @@ TILE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, TILE_FIRST_BLOCK, NUM_BLOCKS, 
 
 
 class WorkPlan(NamedTuple):
-    """A step's work. Tables are flat, row by row."""
+    """Lists of a step's work for the kernel. Tables are flat: all columns of the first entry, then of the second."""
 
-    counts: Int32[Array, "n"]
+    counts: Int32[Array, "lists"]
     """Number of slabs to write, then of work items: for decode slots, short tiles and tall tiles."""
     writes: Int32[Array, "slab_columns"]
     """Slabs to write, with columns PAGE ... END: the slab's rows BEGIN to END are new, and its first row would hold the
     step's token FIRST_TOKEN.
     """
     decode_slots: Int32[Array, "decode_columns"]
-    """Decode rows, with columns ROW ... FIRST_BLOCK, longest first; KV_LEN is zero for unused slots."""
+    """Decode rows, with columns ROW ... FIRST_BLOCK, most key blocks first; KV_LEN is zero for unused slots."""
     groups: Int32[Array, "groups"]
-    """Number of blocks per group of decode slots, which its longest row needs."""
+    """Number of key blocks for each group of decode slots that are processed together: as its longest row has."""
     tiles: tuple[Int32[Array, "tile_columns"], ...]
     """Short tiles and tall tiles, with columns TILE_ROW ... TREE_START. A tile begins at the step's token BASE_TOKEN:
     LEAD tokens from other rows come before its own NUM_TOKENS. Its own first token is at POSITION in the sequence. The
@@ -43,6 +44,7 @@ class WorkPlan(NamedTuple):
 
 
 def make_plan(config: KernelConfig, blocks: BlockSizes, rows: RaggedRows) -> WorkPlan:
+    """List a step's work: slabs to write, decode slots for rows with one new token, and query tiles for longer rows."""
     T, q_lens = config.num_tokens, rows.live_q_lens()
     writes, num_writes = _plan_writes(config, rows, q_lens)
     is_decode = q_lens == 1
@@ -66,7 +68,16 @@ def make_plan(config: KernelConfig, blocks: BlockSizes, rows: RaggedRows) -> Wor
 
 
 def _tile_rows(blocks: BlockSizes, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> list[Array]:
-    """Return masks of the rows for short and tall tiles: short tiles take the rows that fit into one of them."""
+    """Choose the rows with several new tokens for short tiles, those that fit into one, and for tall tiles, the others.
+
+    Args:
+        blocks: block sizes, with one or two tile sizes.
+        rows: the step's rows.
+        q_lens: number of new tokens per row.
+
+    Returns:
+        Mask of the rows, `[R]`, for each tile size.
+    """
     several = q_lens > 1
     if len(blocks.tile_tokens) == 1:
         return [several]
@@ -75,13 +86,18 @@ def _tile_rows(blocks: BlockSizes, rows: RaggedRows, q_lens: Int32[Array, "R"]) 
 
 
 def _plan_writes(config: KernelConfig, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> tuple[Int32[Array, "n"], Array]:
+    """List the slabs to write, given each row's number of new tokens.
+
+    Returns:
+        `WorkPlan.writes`, and the number of slabs.
+    """
     T, R, slab = config.num_tokens, config.num_rows, config.slab
     past_lens = rows.kv_lens - q_lens
     first_slab = past_lens // slab
-    num_slabs = jnp.where(q_lens > 0, _ceil_div(rows.kv_lens, slab) - first_slab, 0)
+    num_slabs = jnp.where(q_lens > 0, ceil_div(rows.kv_lens, slab) - first_slab, 0)
     ends = jnp.cumsum(num_slabs, dtype=jnp.int32)
     index = jnp.arange(min(T, T // slab + 2 * R), dtype=jnp.int32)
-    row = jnp.minimum(_count_up_to(ends, index), R - 1)
+    row = jnp.minimum(range_index(ends, index), R - 1)
     position = (first_slab[row] + index - (ends - num_slabs)[row]) * slab
     page = rows.page_table.at[row, position // config.page_size].get(mode="clip")
     first_token = rows.cu_q_lens[row] + position - past_lens[row]
@@ -94,11 +110,22 @@ def _plan_writes(config: KernelConfig, rows: RaggedRows, q_lens: Int32[Array, "R
 def _plan_decode_slots(
     config: KernelConfig, blocks: BlockSizes, rows: RaggedRows, is_decode: Array
 ) -> tuple[Int32[Array, "n"], Int32[Array, "groups"], Int32[Array, "decode_slots"]]:
+    """Assign the rows with one new token to decode slots, and divide these into groups.
+
+    Args:
+        config: static parameters.
+        blocks: block sizes.
+        rows: the step's rows.
+        is_decode: mask of the rows with one new token, `[R]`.
+
+    Returns:
+        `WorkPlan.decode_slots`, `WorkPlan.groups` and `WorkPlan.token_of_slot`.
+    """
     block_tokens = blocks.decode_pages * config.page_size
     first_block = jnp.zeros_like(rows.kv_lens)
     if config.options.window is not None:
         first_block = jnp.maximum(rows.kv_lens - config.options.window, 0) // block_tokens
-    num_blocks = jnp.where(is_decode, _ceil_div(rows.kv_lens, block_tokens) - first_block, 0)
+    num_blocks = jnp.where(is_decode, ceil_div(rows.kv_lens, block_tokens) - first_block, 0)
     row = jnp.argsort(num_blocks, descending=True).astype(jnp.int32)
     row = jnp.pad(row, (0, -config.num_rows % blocks.decode_slots))  # padding has no blocks
     is_own = (jnp.arange(row.shape[0]) < config.num_rows) & is_decode[row]
@@ -110,32 +137,33 @@ def _plan_decode_slots(
 def _plan_tiles(
     config: KernelConfig, blocks: BlockSizes, tile_tokens: int, rows: RaggedRows, q_lens: Int32[Array, "R"]
 ) -> tuple[Int32[Array, "n"], Array]:
-    T, R = config.num_tokens, config.num_rows
-    block_tokens = blocks.tile_pages * config.page_size
-    leads = rows.cu_q_lens[:-1] % ALIGNED_TOKENS
-    row_tiles = jnp.where(q_lens > 0, _ceil_div(leads + q_lens, tile_tokens), 0)
-    tile_ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
-    tile = jnp.arange(min(T, T // tile_tokens + 2 * R), dtype=jnp.int32)
-    row = jnp.minimum(_count_up_to(tile_ends, tile), R - 1)
-    start = (tile - (tile_ends - row_tiles)[row]) * tile_tokens - leads[row]  # index among the row's new tokens
-    lead = jnp.maximum(-start, 0)
-    num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tile_tokens) - lead, 0)
+    """List the query tiles of one size.
+
+    Args:
+        config: static parameters.
+        blocks: block sizes.
+        tile_tokens: tokens per tile.
+        rows: the step's rows.
+        q_lens: number of new tokens per row, zero for rows that have tiles of another size or decode slots.
+
+    Returns:
+        One of `WorkPlan.tiles`, and the number of work items: pairs of a tile and one of its key blocks.
+    """
+    T, block_tokens = config.num_tokens, blocks.tile_pages * config.page_size
+    row, start, lead, num_tokens = cut_into_tiles(
+        rows.cu_q_lens[:-1],
+        q_lens,
+        tile_tokens=tile_tokens,
+        alignment=ALIGNED_TOKENS,
+        num_tiles=min(T, T // tile_tokens + 2 * config.num_rows),
+    )
     past_len = (rows.kv_lens - q_lens)[row]
     position = past_len + start + lead
     tree_start = tree_starts(rows)[row] if config.has_tree else past_len
-    first_block = jnp.zeros_like(tile)
+    first_block = jnp.zeros_like(num_tokens)
     if config.options.window is not None:
         first = jnp.minimum(position, tree_start) if config.has_tree else position
         first_block = jnp.maximum(first - config.options.window + 1, 0) // block_tokens
-    num_blocks = jnp.where(num_tokens > 0, _ceil_div(position + num_tokens, block_tokens) - first_block, 0)
+    num_blocks = jnp.where(num_tokens > 0, ceil_div(position + num_tokens, block_tokens) - first_block, 0)
     columns = (row, rows.cu_q_lens[row] + start, lead, num_tokens, position, first_block, num_blocks, tree_start)
     return jnp.stack(columns, axis=1).reshape(-1), jnp.sum(num_blocks)
-
-
-def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
-    return (x + (divisor - 1)) // divisor
-
-
-def _count_up_to(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "m"]:
-    """Return how many of the ascending `ends` are at most x."""
-    return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)
