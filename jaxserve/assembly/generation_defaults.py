@@ -32,11 +32,15 @@ _GENERATION_CONFIG = {  # Hugging Face's name -> ours, as read by vLLM
 
 
 def build_arch(config: EngineConfig) -> ArchConfig:
-    """Read config.json and generation_config.json, for sequences up to `max_model_len`."""
-    try:
+    """Read the model's sizes and end-of-sequence ids from config.json and generation_config.json.
+
+    The sizes are the whole model's, for sequences up to `max_model_len`, with the split over devices from `config`.
+
+    Raises:
+        ConfigError: the checkpoint or an option is not supported.
+    """
+    with registry.config_errors():
         raw = weights.read_config(config.model_path)
-    except weights.CheckpointError as error:
-        raise ConfigError(str(error)) from error
     read = partial(_read_arch, config)
     if fields := overridden_fields(config.config_overrides, config.model_path):
         warn_of_idle(fields, raw, read)
@@ -48,6 +52,7 @@ def build_arch(config: EngineConfig) -> ArchConfig:
 
 
 def _read_arch(config: EngineConfig, raw: Mapping[str, Any]) -> ArchConfig:
+    """Return the sizes of the model with the config.json content `raw`, for generating or pooling as configured."""
     if (pooler := _build_pooler(config, raw)) is None:
         return registry.from_hf_config(raw)
     generator = pooling_heads.generator_config(raw, registry.FAMILIES)
@@ -63,14 +68,12 @@ def _read_generation(config: EngineConfig) -> dict[str, Any]:
             f"generation_config must be 'auto', 'vllm' or a directory with a generation_config.json, got "
             f"{config.generation_config!r}"
         )
-    try:
+    with registry.config_errors():
         return weights.read_generation_config(directory)
-    except weights.CheckpointError as error:
-        raise ConfigError(str(error)) from error
 
 
 def resolve_quantization(config: EngineConfig, arch: ArchConfig) -> EngineConfig:
-    """Drop `quantization` if it only names the checkpoint's own quant_method.
+    """Return the options without `quantization` if it only names the checkpoint's own quant_method.
 
     Raises:
         ConfigError: it names another checkpoint format.
@@ -99,10 +102,8 @@ def _build_pooler(config: EngineConfig, raw: Mapping[str, Any]) -> Pooler | None
     Raises:
         ConfigError: the checkpoint or an option is not supported.
     """
-    try:
+    with registry.config_errors():
         modules = weights.read_embedding_modules(config.model_path)
-    except weights.CheckpointError as error:
-        raise ConfigError(str(error)) from error
     is_made_to_pool = pooling_heads.has_head(raw) or pooling_heads.is_bare(raw) or modules is not None
     is_wanted = config.runner == "pooling" or config.convert in (EMBED, CLASSIFY)
     options = config.pooler_options
@@ -123,6 +124,7 @@ def _build_pooler(config: EngineConfig, raw: Mapping[str, Any]) -> Pooler | None
 
 
 def _embedding_pooler(raw: Mapping[str, Any], modules: weights.EmbeddingModules | None) -> Pooler:
+    """Return the pooler of an embedding model from its config.json and its sentence-transformers modules, if any."""
     sizes = raw.get("matryoshka_dimensions") or ()
     if modules is None:
         return Pooler(dimensions=tuple(sizes))
@@ -136,7 +138,7 @@ def _embedding_pooler(raw: Mapping[str, Any], modules: weights.EmbeddingModules 
 
 
 def build_sampling_params(config: EngineConfig) -> SamplingParams:
-    """Combine the checkpoint's recommendation with the user's; SamplingParams' defaults apply to the rest."""
+    """Return default sampling parameters: the user's overrides, then the checkpoint's recommendation."""
     recommended = {} if config.generation_config == "vllm" else _read_generation(config)
     given = {name: value for name, value in config.generation_overrides.items() if value is not None}
     if given.pop("do_sample", True) is not True:
@@ -156,6 +158,7 @@ def build_sampling_params(config: EngineConfig) -> SamplingParams:
 
 
 def _sampling_params(generation: Mapping[str, Any]) -> SamplingParams:
+    """Return the sampling parameters in a generation configuration, under Hugging Face's names."""
     wanted = {ours: generation.get(theirs) for theirs, ours in _GENERATION_CONFIG.items()}
     return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
 

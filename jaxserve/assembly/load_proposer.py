@@ -28,7 +28,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.execution.proposer import Proposer
 from jaxserve.layers.kv_forms import MixedHeads
 from jaxserve.layers.weight_formats import weight_format
-from jaxserve.models import draft_head
+from jaxserve.models import draft_head, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.scheduling.schedule_config import FREE_TOKENS, SPECULATIVE_ROWS, ScheduleConfig
@@ -70,6 +70,7 @@ class Draft:
         return [on_every_device(self.params, mesh) for mesh in meshes]
 
     def page_bytes(self, kv_dtype: jnp.dtype, page_size: int) -> int:
+        """Return the bytes per page of `page_size` tokens in the proposer's own pool; 0 if it has none."""
         return 0 if self.arch is None else page_bytes(self.arch, page_size, kv_dtype, self.backend)
 
 
@@ -110,12 +111,17 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
     draft_arch = _within_pages(draft_arch, arch)
     if draft_arch.attention.mla is not None and any(draft_arch.windows):
         raise ConfigError(
-            f"a draft model with attention over latents, which has no windows, needs a model with full attention in "
-            f"some layers, got a sliding window of {max(filter(None, draft_arch.windows))} tokens in all layers of "
-            f"{config.model}; take a draft model with keys and values of heads"
+            f"a draft model with MLA, which has no windows, needs a model with full attention in some layers, got a "
+            f"sliding window of {max(filter(None, draft_arch.windows))} tokens in all layers of {config.model}; take a "
+            "draft model with keys and values of heads"
         )
-    backend = select_backend(own, draft_arch, pool_dtype(config, compute_dtype(config, arch)))
-    return Draft(build_params(own, draft_arch) | common, draft_arch, backend)
+    return Draft(build_params(own, draft_arch) | common, draft_arch, _draft_backend(config, arch, draft_arch))
+
+
+def _draft_backend(config: EngineConfig, arch: ArchConfig, draft_arch: ArchConfig) -> str:
+    """Return the best attention backend for a draft model or layer, whose pool has the dtype of the pool of `arch`."""
+    plain = dataclasses.replace(config, attention_backend="auto")
+    return select_backend(plain, draft_arch, pool_dtype(config, compute_dtype(config, arch)))
 
 
 def _draft_directory(config: EngineConfig, speculation: SpeculationConfig) -> Path:
@@ -131,22 +137,21 @@ def _draft_directory(config: EngineConfig, speculation: SpeculationConfig) -> Pa
 
 
 def _within_pages(draft: ArchConfig, arch: ArchConfig) -> ArchConfig:
-    """Return draft sizes whose windows lie within the pages of the model's widest KV group."""
-    group = arch.kv_layout.windows[_widest_group(arch)]
-    windows = [_narrower(window, group) for window in draft.windows]
+    """Return the sizes `draft` with windows no wider than the widest KV group of `arch`, whose pages the draft uses."""
+    widest = arch.kv_layout.windows[_widest_group(arch)]
+    windows = [min(filter(None, (window, widest)), default=None) for window in draft.windows]
     return dataclasses.replace(draft.with_attention(window=windows), one_kv_group=True)
 
 
 def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: ArchConfig, directory: Path) -> Draft:
-    """Load draft heads; ConfigError if there are fewer Medusa heads than tokens to draft."""
+    """Load Medusa heads, or an EAGLE-3 or MTP layer, from `directory`; ConfigError if they do not fit the model."""
     dtype = compute_dtype(config, arch)
     if speculation.method != "medusa":
         method: Literal["eagle3", "mtp"] = "eagle3" if speculation.method == "eagle3" else "mtp"
         native = not_packed(config, weight_format(None), dtype) is None
         params, head = load_draft_layer(directory, method, arch, dtype, partial(matrix_transform, native=native))
         head = dataclasses.replace(head, arch=_within_pages(head.arch, arch))
-        plain = dataclasses.replace(config, attention_backend="auto")
-        return Draft(params, head.arch, select_backend(plain, head.arch, pool_dtype(config, dtype)), head)
+        return Draft(params, head.arch, _draft_backend(config, arch, head.arch), head)
     params = load_medusa(directory, arch, dtype)
     num_heads = len(params["blocks"])
     if speculation.max_drafts > num_heads:
@@ -158,12 +163,14 @@ def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: Arch
 
 
 def _load_following_layer(config: EngineConfig, arch: ArchConfig, directory: Path) -> Draft:
-    """Load the MTP layer after a checkpoint's own layers; ConfigError if it is missing or does not fit."""
-    try:
+    """Load the MTP layer that follows the model's layers in the checkpoint `directory`.
+
+    Raises:
+        ConfigError: the layer is missing or does not fit the model.
+    """
+    with registry.config_errors():
         found = weights.draft_layers(directory)
         schemes = weights.read_schemes(weights.read_config(directory))
-    except weights.CheckpointError as error:
-        raise ConfigError(str(error)) from error
     if len(found) != 1:
         raise ConfigError(
             f'method "mtp" of speculative_config needs a checkpoint with one layer for multi-token prediction, whose '
@@ -173,13 +180,7 @@ def _load_following_layer(config: EngineConfig, arch: ArchConfig, directory: Pat
     layer = dataclasses.replace(_within_pages(draft_head.following_arch(arch), arch), schemes=schemes)
     params = build_layer_params(config, layer, draft_head.following_specs(layer, found[0]), directory, found[0])
     local = layer.local(config.tensor_parallel_size)
-    plain = dataclasses.replace(config, attention_backend="auto")
-    backend = select_backend(plain, local, pool_dtype(config, compute_dtype(config, arch)))
-    return Draft(params, local, backend, LayerHead("mtp", local), is_split=True)
-
-
-def _narrower(window: int | None, other: int | None) -> int | None:
-    return min((each for each in (window, other) if each is not None), default=None)
+    return Draft(params, local, _draft_backend(config, arch, local), LayerHead("mtp", local), is_split=True)
 
 
 def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -> Params:
@@ -208,7 +209,7 @@ def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -
 
 
 def _widest_group(arch: ArchConfig) -> int:
-    """Return the KV group with the longest history."""
+    """Return the index of the KV group with the widest window; full attention is wider than any."""
     windows = [math.inf if window is None else window for window in arch.kv_layout.windows]
     return windows.index(max(windows))
 
@@ -216,15 +217,23 @@ def _widest_group(arch: ArchConfig) -> int:
 def build_proposer(
     config: EngineConfig, arch: ArchConfig, schedule: ScheduleConfig, kv_dtype: jnp.dtype, draft: Draft
 ) -> Proposer | None:
-    """Return the proposer for speculative decoding; None without it."""
+    """Return the proposer for speculative decoding; None without it.
+
+    Args:
+        config: engine options.
+        arch: sizes of the whole model.
+        schedule: sizes of steps and page pool.
+        kv_dtype: pool dtype.
+        draft: weights and sizes from `load_draft`.
+    """
     speculation = config.speculation
     if speculation is None:
         return None
     num_tokens = speculation.max_drafts
     if speculation.method == "ngram":
-        most, fewest = speculation.prompt_lookup_max, speculation.prompt_lookup_min
-        assert most is not None is not fewest, "the configuration has resolved both"
-        return NGram(num_tokens, most, fewest)
+        longest, shortest = speculation.prompt_lookup_max, speculation.prompt_lookup_min
+        assert longest is not None is not shortest, "the configuration has resolved both"
+        return NGram(num_tokens, longest, shortest)
     if speculation.method == "medusa":
         local, dtype = arch.local(config.tensor_parallel_size), compute_dtype(config, arch).name
         return Medusa(num_tokens, local, arch.vocab_size, schedule.max_num_seqs, dtype, speculation.tree)

@@ -43,14 +43,14 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
 
 
 def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Schemes) -> str:
-    """Describe a quantised checkpoint, and the kernels of its matmuls."""
+    """Return a log line about a quantised checkpoint: its formats, and the kernels for its matmuls."""
     form = StoredFormat(schemes)
     matrices = [spec for spec in registry.param_specs(arch) if spec.is_matrix]
-    formats = [own for spec in matrices if (own := form.at(spec)) is not None]
-    counts, plain = Counter(str(own.scheme) for own in formats), len(matrices) - len(formats)
+    formats = [each for spec in matrices if (each := form.at(spec)) is not None]
+    counts, plain = Counter(str(each.scheme) for each in formats), len(matrices) - len(formats)
     found = "; ".join(f"{count} matrices {scheme}" for scheme, count in counts.items()) or "no quantised matrices"
     dtype = matrix_dtype(config, arch)
-    num_native = sum(not_packed(config, own, dtype) is None for own in formats)
+    num_native = sum(not_packed(config, each, dtype) is None for each in formats)
     num_dequantised = sum(map(form.is_dequantised, matrices))
     others = f"{plain} matrices are not quantised"
     if num_dequantised:
@@ -70,7 +70,7 @@ def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Scheme
 
 
 def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, current: Params) -> Callable[[], Params]:
-    """Return a function that creates new weights for the first replica, in the layout that `current` has.
+    """Return a function that creates the first replica's new weights from `given` ones, in the layout of `current`.
 
     Arrays are converted before this returns. A directory is checked now, but read only by the function.
 
@@ -84,12 +84,10 @@ def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, curre
         ConfigError: they do not fit the model.
     """
     if isinstance(given, str | os.PathLike):
-        try:
+        with registry.config_errors():
             if weights.has_config(given):
                 _check_schemes(weights.read_schemes(weights.read_config(given)), arch.schemes)
             weights.check(given, registry.param_specs(arch), arch.schemes)
-        except weights.CheckpointError as error:
-            raise ConfigError(str(error)) from error
         return partial(_make_params, config, arch, partial(weights.load, given))
     if not isinstance(given, Mapping):
         raise ConfigError(f"weights must be a path, or arrays in a tree or by name, got {type(given).__name__}")
@@ -117,7 +115,11 @@ def _check_schemes(found: weights.Schemes | None, current: weights.Schemes | Non
 
 
 def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
-    """Place arrays with the shardings of `current`; arrays that have them already are not copied."""
+    """Put arrays on devices with the shardings of `current`; arrays that have them already are not copied.
+
+    Raises:
+        ConfigError: a shape or dtype differs.
+    """
     wrong = [
         f"{jax.tree_util.keystr(path)} {new.dtype}{list(new.shape)} instead of {old.dtype}{list(old.shape)}"
         for (path, new), old in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(current), strict=True)
@@ -147,17 +149,25 @@ def build_layer_params(
 def _make_params(
     config: EngineConfig, arch: ArchConfig, make: Callable[..., Params], specs: Sequence[ParamSpec] | None = None
 ) -> Params:
+    """Make parameters as the programs take them: quantised, packed, sharded over the first replica, stacked.
+
+    Args:
+        config: engine options.
+        arch: model sizes.
+        make: function that reads them, such as `weights.load` with its source.
+        specs: tensors to read; None for the whole model.
+
+    Raises:
+        ConfigError: the checkpoint does not fit the model.
+    """
     specs, dtype = registry.param_specs(arch) if specs is None else specs, compute_dtype(config, arch)
     form, matrices = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
     if (reason := not_packed(config, form, matrices)) is not None:
         logger.info("the native kernels do not multiply matrices: %s", reason)
     transform = matrix_transform(specs, form, native=reason is None, matrix_dtype=matrices)
-    try:
-        with cache_scope(config)():  # quantisation is compiled too
-            params = make(specs, dtype, _shardings(build_meshes(config)[0], specs), transform, schemes=arch.schemes)
-            return stacked_if_scanned(params, arch)
-    except weights.CheckpointError as error:
-        raise ConfigError(str(error)) from error
+    with registry.config_errors(), cache_scope(config)():  # quantisation is compiled too
+        params = make(specs, dtype, _shardings(build_meshes(config)[0], specs), transform, schemes=arch.schemes)
+        return stacked_if_scanned(params, arch)
 
 
 def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
@@ -170,6 +180,7 @@ def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
 
 
 def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | None:
+    """Return a function from parameter path to sharding over `mesh`; None for one device."""
     if mesh is None:
         return None
     return {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
@@ -224,7 +235,7 @@ def unpacked_formats(config: EngineConfig, arch: ArchConfig) -> Counter[str]:
     """Count the quantised matrices that are not packed for the native kernels, by format name."""
     form, dtype = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
     formats = [form.at(spec) or plain.FORMAT for spec in registry.param_specs(arch) if spec.is_matrix]
-    return Counter(own.name for own in formats if own is not plain.FORMAT and not_packed(config, own, dtype))
+    return Counter(each.name for each in formats if each is not plain.FORMAT and not_packed(config, each, dtype))
 
 
 def storage_name(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> str:
@@ -237,9 +248,8 @@ def storage_name(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None 
     """
     if config.quantization is not None or arch.schemes is None:
         return config.quantization or matrix_dtype(config, arch, on_cpu=on_cpu).name
-    form = StoredFormat(arch.schemes)
-    formats = [own for spec in registry.param_specs(arch) if (own := form.at(spec)) is not None]
-    elements = sorted({own.scheme.elements for own in formats})
+    formats = map(StoredFormat(arch.schemes).at, registry.param_specs(arch))
+    elements = sorted({each.scheme.elements for each in formats if each is not None})
     return (
         f"{arch.schemes.method} ({', '.join(elements)})" if elements else matrix_dtype(config, arch, on_cpu=on_cpu).name
     )
@@ -262,6 +272,6 @@ def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:
 
 
 def on_every_device(params: Params, mesh: Mesh | None) -> Params:
-    """Return parameters replicated on every device in a mesh."""
+    """Return parameters replicated on every device in a mesh; unchanged without one."""
     placed: Params = params if mesh is None else jax.device_put(params, replicated(mesh))
     return placed

@@ -3,7 +3,6 @@
 from argparse import ArgumentParser, Namespace
 
 from jaxserve.cli.command import Command
-from jaxserve.errors import ConfigError
 from jaxserve.system import signals
 
 
@@ -19,12 +18,9 @@ def _run(args: Namespace) -> int:
     from jaxserve.models import registry  # noqa: PLC0415 - imports jax
 
     jax.config.update("jax_platforms", "cpu")  # leave accelerators to processes that serve
-    try:
+    with registry.config_errors(), signals.unwinding():
         arch = registry.from_hf_config(weights.read_config(args.source))
-        with signals.unwinding():
-            weights.convert(args.source, args.target, registry.param_specs(arch), schemes=arch.schemes, use_tqdm=True)
-    except weights.CheckpointError as error:
-        raise ConfigError(str(error)) from error
+        weights.convert(args.source, args.target, registry.param_specs(arch), schemes=arch.schemes, use_tqdm=True)
     return 0
 
 

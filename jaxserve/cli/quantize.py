@@ -5,7 +5,6 @@ from argparse import ArgumentParser, Namespace
 
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_config_flags, config_options
-from jaxserve.errors import ConfigError
 from jaxserve.system import signals
 from jaxserve.tools.quantizer.scheme import SCHEMES, QuantizeOptions
 
@@ -22,14 +21,11 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 def _run(args: Namespace) -> int:
     options = QuantizeOptions(args.scheme, **config_options(args, _GROUP))
-    from jaxserve import weights  # noqa: PLC0415 - imports jax
+    from jaxserve.models.registry import config_errors  # noqa: PLC0415 - imports jax
     from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint  # noqa: PLC0415 - imports jax
 
-    try:
-        with signals.unwinding():
-            done = quantize_checkpoint(args.source, args.target, options, use_tqdm=True)
-    except weights.CheckpointError as error:
-        raise ConfigError(str(error)) from error
+    with config_errors(), signals.unwinding():
+        done = quantize_checkpoint(args.source, args.target, options, use_tqdm=True)
     groups = f" in groups of {done.group_size}" if done.group_size else ""
     errors = list(done.errors.values())
     compared = "outputs" if options.kind.is_calibrated else "weights"

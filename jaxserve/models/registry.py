@@ -1,7 +1,8 @@
 """Registry of model families by Hugging Face architecture name."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from math import prod
 from typing import Any
@@ -107,6 +108,15 @@ _NO_TEXT = {  # substrings in the names of models without a text part
 _FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")  # published without a text_config
 
 
+@contextmanager
+def config_errors() -> Iterator[None]:
+    """Raise ConfigError with the same message for a CheckpointError within this context."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a multimodal model's text config; any other config unchanged."""
     names = config.get("architectures")
@@ -145,10 +155,8 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
         known = f"architectures must name one of {sorted(FAMILIES)}, or of {sorted(TEXT_PARTS)} for their text parts"
         advice = "; convert the text part to a checkpoint of its own" if "text_config" in whole else ""
         raise ConfigError(f"{_described(whole)}{known}, got {names}{advice}")
-    try:
+    with config_errors():
         schemes = read_schemes(whole)
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
     with noting_fields() as read:
         arch = FAMILIES[names[0]].read_arch(config)
     check_unread(config, read, arch.windows, names[0])

@@ -39,7 +39,5 @@ def read_model(name: str | None) -> tuple[str, ArchConfig]:
 def _read_config(path: Path) -> dict[str, Any]:
     """Return the config in a config.json file, a checkpoint directory or a GGUF file; ConfigError if unreadable."""
     is_config = path.is_file() and path.suffix != ".gguf"
-    try:
+    with registry.config_errors():
         return read_object(path) if is_config else weights.read_config(path)
-    except weights.CheckpointError as error:
-        raise ConfigError(str(error)) from error
