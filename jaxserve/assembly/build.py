@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
-    """Raise ConfigError for sizes that cannot work, before loading anything large."""
+    """Raise ConfigError if the options do not suit the model `arch` or the devices' memory, before loading weights."""
     resolve_schedule(
         config,
         max_position=arch.max_position,
@@ -66,7 +66,7 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
 
 @contextlib.contextmanager
 def naming_exhaustion(config: EngineConfig) -> Iterator[None]:
-    """Convert jax's error into a one-line ConfigError if a device runs out of memory while an engine starts."""
+    """Raise a one-line ConfigError, with advice, for jax's error within this context that a device is out of memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -135,7 +135,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
 
 
 def _warn_of_slow_formats(config: EngineConfig, arch: ArchConfig) -> None:
-    """Warn of formats without CPU kernels, and name faster ones, unless the user chose XLA."""
+    """Warn of quantised matrices that have no native CPU kernel, unless the user has chosen XLA."""
     if jax.default_backend() != "cpu" or native.unavailable() is not None or config.linear_backend != "auto":
         return
     if counts := unpacked_formats(config, arch):
@@ -149,18 +149,18 @@ def _warn_of_slow_formats(config: EngineConfig, arch: ArchConfig) -> None:
 
 
 def may_constrain(config: EngineConfig) -> bool:
-    """Return whether structured outputs may occur while steps overlap, so that split plans pay."""
+    """Return whether requests may have structured outputs while steps overlap, so that split plans are worthwhile."""
     return config.step_ahead and not config.skip_tokenizer_init and find_spec("llguidance") is not None
 
 
 def _devices(meshes: Sequence[Mesh | None]) -> list[jax.Device]:
-    """Return the devices of all replicas that belong to this process."""
+    """Return this process's devices in the replicas' `meshes`; None is a replica on the first device."""
     devices = [device for mesh in meshes for device in ([jax.devices()[0]] if mesh is None else mesh.devices.flat)]
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
 def warn_without_native_kernels() -> None:
-    """Explain why a CPU will be slow, and how to fix it."""
+    """Warn if this process runs on a CPU and lacks the native kernels; the warning has the reason and the remedy."""
     if jax.default_backend() == "cpu" and (reason := native.unavailable()) is not None:
         logger.warning(
             "steps take about three times as long as they could on this CPU: %s; "

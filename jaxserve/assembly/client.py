@@ -76,17 +76,19 @@ class CoreClient:
         self.wait_estimator = ClientWaitEstimator(link, self.schedule.shard_config.max_num_batched_tokens)
 
     def _call(self, name: str, *args: Any) -> Any:
+        """Call a method of the CoreHost in the other process, wait, and return its result or raise its error."""
         return self.driver.call(name, *args)
 
     # Steps
 
     def advance(self) -> None:
-        """Wait for a step."""
+        """Wait until the core has sent new deltas, or has no work left."""
         self._last_steps = []
         while self.driver.has_work() and not self.outbox:
             self.driver.wait(None)
 
     def take_events(self) -> None:
+        """Make the core take its events now, without a step."""
         if self.problem is None:
             self._call("take_events")
 
@@ -118,11 +120,12 @@ class CoreClient:
         self._call("sleep", level)
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Allocate that memory again."""
+        """Allocate the memory that `sleep` has freed; see `LLM.wake_up`."""
         self.memory.check_open()
         self._call("wake_up", tags)
 
     def wait_until_warm(self) -> None:
+        """Block until every program is compiled."""
         self._call("wait_until_warm")
 
     def peak_rates(self) -> PeakRates:
@@ -203,10 +206,11 @@ class ClientWaitEstimator:
         self.lengths = OutputLengths()
 
     def num_waiting_tokens(self) -> int:
+        """Return the number of tokens known to be uncomputed in waiting requests, including untaken events."""
         return self._link.status.num_waiting_tokens + self._link.num_untaken_tokens
 
     def wait(self, num_tokens: int = 1, priority: int | None = None) -> Wait | None:
-        """Return how long a request would wait if it arrived now; None if unknown."""
+        """Return the wait of a request with `num_tokens` prompt tokens if it arrived now; None if unknown."""
         if self._late is not None and self._late.empty():  # the process may be stopped, and a server asks often
             return None
         try:
@@ -218,18 +222,18 @@ class ClientWaitEstimator:
         return wait
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Return the time for a prompt beyond one single-token step."""
+        """Return the time in seconds that a prompt of `num_tokens` adds to one single-token step of an idle engine."""
         return prefill_s(num_tokens, self._link.status.rates, self._max_step_tokens)
 
 
 def _settings() -> dict[str, Any]:
-    """Return the jax settings, of which the process applies those that differ."""
+    """Return jax's settings in this process, by name, to be applied in the core's process."""
     kinds = bool | int | float | str | None
     return {name: value for name, value in jax.config.values.items() if isinstance(value, kinds)}
 
 
 def _on_host(given: Mapping[str, Any]) -> Any:
-    """Return weights as host arrays."""
+    """Return weights, in a tree or by name, as host arrays; leaves that are no arrays stay as they are."""
 
     def array(value: Any) -> Any:
         found = weights.from_torch(value)

@@ -92,6 +92,7 @@ class CoreProcess:
             self._leave(1)
 
     def _serve(self) -> NoReturn:
+        """Start the core, and take the client's messages until the pipe ends, which raises EOFError or OSError."""
         start: Start = receive(self._connection)
         logging.getLogger().addHandler(_Sender(self))
         logging.getLogger("jaxserve").setLevel(start.log_level)
@@ -124,6 +125,7 @@ class CoreProcess:
         self._flush()
 
     def _new_host(self, start: Start) -> CoreHost:
+        """Apply the client's jax settings, and build the core that it describes."""
         for name, value in start.settings.items():
             if jax.config.values.get(name, value) != value:  # modules loaded only in the client may add settings
                 jax.config.update(name, value)
@@ -136,7 +138,12 @@ class CoreProcess:
     # Events
 
     def _take(self, keys: list[int], data: bytes) -> None:
-        """Pass an event to the core; a request with structured outputs follows once its constraint is created."""
+        """Decode an event and send it to the core; requests with structured outputs follow with their constraints.
+
+        Args:
+            keys: keys of the samples in the event.
+            data: encoded event.
+        """
         try:
             event: Event | Constrained = decode(data)
         except Exception as error:  # no log: the pipe may be full both ways, and this thread must keep reading
@@ -145,14 +152,15 @@ class CoreProcess:
         if isinstance(event, Constrained):
             with self._making:
                 self._unmade.update(keys)
-            self._makers.submit(self._make, event.requests, event.tried_bytes)
+            self._makers.submit(self._constrain, event.requests, event.tried_bytes)
             return
         if isinstance(event, Cancelled) and self._unmade:
             with self._making:
                 self._unmade.difference_update(event.keys)
         self._host.send(event)
 
-    def _make(self, requests: Sequence[Request], tried_bytes: int) -> None:
+    def _constrain(self, requests: Sequence[Request], tried_bytes: int) -> None:
+        """Create the constraints of requests, and send those that have not been cancelled meanwhile to the core."""
         left = requests
         try:
             for request in requests:
@@ -170,14 +178,17 @@ class CoreProcess:
         self._driver.start()
 
     def _abort(self, keys: list[int], error: Exception) -> None:
-        """Report the end of samples that the core never had."""
+        """Report to the client that samples have ended by an error before the core received them."""
         ended = [Ended(key, FinishReason.ABORT) for key in keys]
         self._host.outbox.append(Delta(time.monotonic(), ended=ended, error=error))
 
     # Method calls
 
     def _answer(self, number: int, data: bytes) -> None:
-        """Call a host method, between two steps unless it allows any thread."""
+        """Call the host's method in an encoded message, and reply to call `number` with its result or error.
+
+        The call is between two steps unless the method allows any thread.
+        """
         value: Any = None
         error: BaseException | None = None
         try:
@@ -189,6 +200,7 @@ class CoreProcess:
         self._flush(Reply(number, value, error))
 
     def _between_steps(self, method: Any, args: tuple[Any, ...]) -> Any:
+        """Pause the core's thread, and return `method(*args)`."""
         with self._pausing:
             self._driver.pause()
             while self._driver.is_running:
@@ -200,13 +212,14 @@ class CoreProcess:
                 self._driver.start()
 
     def _estimate(self, num_tokens: int, priority: int | None, lengths: OutputLengths) -> Wait | None:
+        """Return the wait estimate for a request, given the client's distribution of output lengths."""
         self._host.wait_estimator.lengths = lengths
         return self._host.wait_estimator.wait(num_tokens, priority)
 
     # To the client
 
     def _flush(self, reply: Reply | None = None) -> None:
-        """Send new deltas, in order, and statistics; callable from any thread."""
+        """Send new deltas, in order, with status, statistics and perhaps a reply; callable from any thread."""
         with self._sending:
             status = self._status()  # first: if it reports no work, all deltas are already in the outbox
             outbox, steps = self._host.outbox, self._host.core.last_steps
@@ -218,6 +231,7 @@ class CoreProcess:
             self._post(FromCore(deltas, status, stats_values(self._host.stats), list(map(step_values, new)), reply))
 
     def _status(self) -> CoreStatus:
+        """Return the state of the core that the client can read at any time."""
         core, estimator = self._host.core, self._host.wait_estimator
         return CoreStatus(
             core.num_taken,  # first: later events are counted by the next status
@@ -235,6 +249,7 @@ class CoreProcess:
             self._post(message)
 
     def _post(self, message: object) -> None:
+        """Write a message to the pipe; the caller holds its lock. Ends this process if the client is gone."""
         try:
             send_message(self._connection, message)
         except OSError:  # the client is gone
@@ -267,7 +282,7 @@ class _Sender(logging.Handler):
 
 
 def main() -> NoReturn:
-    """Serve at the pipe whose file descriptor is the argument."""
+    """Run a core that serves at the pipe whose file descriptor is the command line's argument."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     handle = int(sys.argv[1])

@@ -37,13 +37,13 @@ class Devices:
         return self._runners[0].params
 
     def prepare(self, given: Weights) -> Callable[[], Params]:
-        """Return a function that creates new weights for `replace`; ConfigError if they do not fit the model."""
+        """Return a function for `replace` that creates weights from `given` ones; ConfigError if they do not fit."""
         if "weights" in self.memory.asleep:
             raise ConfigError('the engine must be awake to take weights; call wake_up, or wake_up(tags=["weights"])')
         return prepare_params(self._config, self._arch, given, self._runners[0].param_shapes)
 
     def replace(self, make: Callable[[], Params]) -> None:
-        """Free the weights in use, create new ones and copy them to all replicas."""
+        """Free the weights in use, create new ones by calling `make`, and copy them to all replicas."""
         self.memory = self.memory._replace(has_weights=False)
         for runner in self._runners:
             runner.params = {}  # memory may not suffice for both

@@ -45,7 +45,7 @@ class DrivenEngine(Engine):
         return group.output
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; return its output, None if it is not unfinished."""
+        """End a request now and return its output so far; None if there is no unfinished request with this id."""
         group = self.frontend.cancel(request_id)
         if group is None:
             return None
@@ -73,4 +73,5 @@ class DrivenEngine(Engine):
         return outputs
 
     def _note(self, group: RequestGroup) -> None:
+        """Add a request to those that have progressed since the last step."""
         self._progressed[group.request_id] = group

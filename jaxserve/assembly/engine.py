@@ -86,7 +86,7 @@ class Engine:
     # Requests
 
     def advance(self) -> None:
-        """Take a step on the first replica that can continue, and update outputs."""
+        """Take a step on each replica that can continue, and update outputs."""
         self.host.advance()
         self.settle()
 
@@ -97,6 +97,7 @@ class Engine:
         self.host.take_events()
 
     def reset_prefix_cache(self) -> None:
+        """Drop all cached pages: no further request finds them."""
         self.host.memory.check_open()
         self.host.send(CacheReset())
         self.host.take_events()
@@ -104,7 +105,7 @@ class Engine:
     # Weights and memory
 
     def update_weights(self, given: Weights, *, running: str = "finish") -> None:
-        """Serve with new weights from now on; see `LLM.update_weights`."""
+        """Serve with the `given` weights from now on; see `LLM.update_weights`."""
         if running not in ("finish", "restart"):
             raise ConfigError(f"running must be 'finish' or 'restart', got {running!r}")
         self.host.prepare_weights(given)
@@ -168,10 +169,12 @@ class Engine:
 
     @property
     def core(self) -> EngineCore:
+        """Core of an engine whose core is in this process."""
         return self._local.core
 
     @property
     def devices(self) -> Devices:
+        """Devices of an engine whose core is in this process."""
         return self._local.devices
 
     @property

@@ -103,11 +103,12 @@ class CoreHost:
     # Steps
 
     def advance(self) -> None:
-        """Take a step on the first replica that can continue."""
+        """Take a step on each replica that can continue; if none can, wait until one can or no work is left."""
         while not self.core.step(time.monotonic()) and self.core.has_work():
             time.sleep(POLL_S)
 
     def take_events(self) -> None:
+        """Make the core take its events now, without a step."""
         self.core.take_events()
 
     def follow(self) -> None:
@@ -121,6 +122,7 @@ class CoreHost:
 
     @property
     def params(self) -> Params:
+        """Weights in use in the first replica, in the layout of its programs."""
         return self.devices.params
 
     def prepare_weights(self, given: Weights) -> None:
@@ -153,7 +155,7 @@ class CoreHost:
         self.devices.sleep(keep_weights=level == 1)
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
-        """Allocate that memory again; see `LLM.wake_up`."""
+        """Allocate the memory that `sleep` has freed; see `LLM.wake_up`."""
         self.devices.wake_up(tags)
 
     def wait_until_warm(self) -> None:
@@ -167,6 +169,7 @@ class CoreHost:
         return describe_device()
 
     def close_logs(self) -> None:
+        """Write and close the event logs, if there are any."""
         for log in self._logs:
             log.close()
 
@@ -226,12 +229,12 @@ class CoreHost:
 
 
 def _open_logs(path: str, schedule: ScheduleConfig, num_replicas: int) -> list[EventLog]:
-    """Return one event log per replica; file names after the first end with its index."""
+    """Open one event log per replica; the file names of replicas after the first end with the replica's index."""
     return [EventLog(f"{path}.{index}" if index else path, schedule) for index in range(num_replicas)]
 
 
 def _recorder(peers: Leader | Follower | None, logs: Sequence[EventLog]) -> Record | None:
-    """Return a function that receives a replica's events; None if they are not needed."""
+    """Return a function that passes a replica's events to following processes and logs; None without either."""
     sinks: list[Record] = [] if peers is None else [lambda event: peers.tell(event_to_json(event))]
     sinks += [log.record for log in logs]
 

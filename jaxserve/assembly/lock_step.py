@@ -19,7 +19,7 @@ _OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options t
 
 
 def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None:
-    """Raise ConfigError, in all processes, unless options and versions agree."""
+    """Raise ConfigError, in all processes, unless they have the same options, versions and source files."""
     own = {f.name: _described(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in _OWN}
     own["versions of jaxserve and jax"] = f"{version('jaxserve')}, {version('jax')}"
     own["files of jaxserve"] = source_digest("py", "json")
@@ -34,13 +34,12 @@ def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None
 
 
 def _described(value: object) -> str:
-    """Return the same text in every process: a function's repr contains its address."""
+    """Return the `repr` of an option, but for a function its module and name, which are the same in every process."""
     return f"function {value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
 
 
 def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: Devices) -> None:
-    """Replay the leading process's events until it ends. End this process if that fails."""
-
+    """Replay the leading process's events on this process's devices until it ends; if that fails, end this process."""
     try:
         replay(
             map(event_from_json, peers.events()),
@@ -54,6 +53,6 @@ def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: D
 
 
 def fail_others(peers: Leader | Follower | None, error: BaseException) -> None:
-    """End the other processes, which have continued past this failure; PeerLostError if one is lost."""
+    """End the followers of a leading process after a failed step; PeerLostError if a lost process is the cause."""
     if isinstance(peers, Leader):
         peers.fail(repr(error))

@@ -154,6 +154,7 @@ def require_memory(config: EngineConfig, arch: ArchConfig, page_bytes: int, devi
 
 
 def _names(assignments: str) -> list[str]:
+    """Return the options in a text such as "a=1 and b=2"."""
     return [each.partition("=")[0] for each in assignments.split(" and ")]
 
 
@@ -190,13 +191,14 @@ def state_bytes(arch: ArchConfig) -> int:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Return the total array bytes, from shapes."""
+    """Return the total bytes of the arrays in a tree, or of arrays with its shapes and dtypes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _num_pages_that_fit(
     config: EngineConfig, arch: ArchConfig, page_size: int, page_bytes: int, devices: Sequence[Memory]
 ) -> int:
+    """Return the number of pages of `page_bytes` bytes for which every device has memory; ConfigError if none fits."""
     if jax.default_backend() == "cpu":
         budget = cpu_pool_bytes(config, arch, page_size, page_bytes)
     else:
@@ -224,6 +226,7 @@ def machine_bytes() -> int:
 
 
 def _free_bytes(config: EngineConfig, arch: ArchConfig, stats: Mapping[str, int] | None) -> float:
+    """Return the bytes for the pool on an accelerator with jax's memory `stats`; warn if XLA may use too little."""
     if stats is None or "bytes_limit" not in stats:
         raise ConfigError("this device does not report its memory; set num_pages")
     limit_bytes = stats["bytes_limit"]

@@ -70,7 +70,13 @@ def overridden_fields(overrides: Mapping[str, Any] | Callable[[Any], Any], path:
 
 
 def warn_of_idle(fields: Mapping[str, Any], raw: Mapping[str, Any], read: Callable[[dict[str, Any]], Any]) -> None:
-    """Warn of overrides that do not affect the result of `read`."""
+    """Warn of overridden fields without effect.
+
+    Args:
+        fields: overridden fields.
+        raw: content of config.json.
+        read: function whose result must depend on each field.
+    """
     whole = read(overridden(raw, fields))
     for name in fields:
         others = {other: value for other, value in fields.items() if other != name}
@@ -83,14 +89,14 @@ def warn_of_idle(fields: Mapping[str, Any], raw: Mapping[str, Any], read: Callab
 
 
 def _is_part(name: str, old: Any, value: Any) -> bool:
-    """Return whether a field is a nested configuration, which an override changes in part."""
+    """Return whether the field `name` is a nested configuration: its override replaces only some fields."""
     return (
         name.endswith("_config") and name != "quantization_config" and isinstance(old, dict) and isinstance(value, dict)
     )
 
 
 def _with_field(settings: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """Return RoPE settings, possibly nested by layer type, with one field replaced."""
+    """Return RoPE settings with the field `name` replaced, in each layer type's settings if they are nested."""
     if any(isinstance(each, Mapping) for each in settings.values()):
         return {
             each: _with_field(own, name, value) if isinstance(own, Mapping) else own for each, own in settings.items()
@@ -99,6 +105,7 @@ def _with_field(settings: Mapping[str, Any], name: str, value: Any) -> dict[str,
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that differ between two configurations, with their values in `after`."""
     changes: dict[str, Any] = {}
     for name, value in after.items():
         old = before.get(name)

@@ -110,8 +110,10 @@ class Channel:
 
 
 def _hash(key: bytes, content: bytes) -> bytes:
+    """Return the HMAC-SHA256 of some content."""
     return hmac.digest(key, content, "sha256")
 
 
 def _code(key: bytes, index: int, message: bytes) -> bytes:
+    """Return the code that authenticates message number `index` of a connection."""
     return hashlib.blake2b(struct.pack("<Q", index) + message, key=key, digest_size=_CODE_BYTES).digest()

@@ -57,13 +57,14 @@ def _messages(channel: Channel, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _in_background(function: Any, *args: Any) -> threading.Thread:
+    """Call a function in a new daemon thread, and return the thread."""
     thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
     return thread
 
 
 def _exit(message: str | None = None) -> NoReturn:
-    """End immediately, without waiting for devices or for jax's shutdown of the run."""
+    """End this process with EXIT_CODE and a message, without waiting for devices or for jax's shutdown of the run."""
     with contextlib.suppress(Exception):
         if message is not None:
             print(f"jaxserve: error: {message}", file=sys.stderr)
@@ -114,6 +115,7 @@ class Leader:
         atexit.register(self.close)
 
     def _accept(self, listener: socket.socket, key: bytes, joined: "queue.SimpleQueue[tuple[str, Channel]]") -> None:
+        """Accept connections until the listener is closed, and welcome each in its own thread."""
         with contextlib.suppress(OSError):  # the listener is closed when all have connected
             while True:
                 endpoint = listener.accept()[0]
@@ -123,6 +125,7 @@ class Leader:
                     endpoint.close()
 
     def _welcome(self, endpoint: socket.socket, key: bytes, joined: "queue.SimpleQueue[tuple[str, Channel]]") -> None:
+        """Authenticate a connection, and put its process's name and channel in `joined`; drop any other connection."""
         with contextlib.suppress(OSError, EOFError, ValueError, AuthenticationError):  # not a process of this run
             try:
                 channel = Channel(endpoint, key, is_leader=True, silence_s=SILENCE_S)
@@ -169,6 +172,7 @@ class Leader:
             self._send(_Kind.CLOSED)
 
     def _send(self, kind: str, content: Any = None) -> None:
+        """Send a message to all followers; one that cannot be reached is lost."""
         for name, channel in self._followers.items():
             try:
                 channel.send([kind, content])
@@ -176,6 +180,7 @@ class Leader:
                 self._lose(f"lost {name}: it takes nothing any more ({error})")
 
     def _listen(self, name: str, channel: Channel) -> None:
+        """Take a follower's messages until it is lost."""
         for kind, content in _messages(channel, name):
             if kind == _Kind.LOST:
                 self._lose(str(content))
@@ -186,10 +191,12 @@ class Leader:
                 self._answers.put(content)
 
     def _lose_after_grace(self, message: str) -> None:
+        """Report a loss after GRACE_S seconds, unless this process has closed or reported one before."""
         time.sleep(GRACE_S)
         self._lose(message)
 
     def _lose(self, message: str) -> None:
+        """Report a lost process: notify the followers, let calls raise PeerLostError, and exit after GRACE_S."""
         with self._losing:
             if self._closing or self._lost is not None:
                 return
@@ -206,11 +213,13 @@ class Leader:
         _exit()
 
     def _exit_after_grace(self, message: str) -> NoReturn:
+        """End this process after GRACE_S seconds."""
         time.sleep(GRACE_S)
         _exit(message)
 
 
 def _report_loss(channel: Channel, message: str) -> None:
+    """Send the message about a lost or failed process, if the other side still receives."""
     with contextlib.suppress(OSError):
         channel.send([_Kind.LOST, message])
 
@@ -284,6 +293,6 @@ class Follower:
 
 
 def listen(host: str) -> socket.socket:
-    """Open the listener for followers at a free port of this host's address and at no other address."""
+    """Return a listening socket at a free port of the address `host`, and at no other address."""
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server(address[:2], family=family, backlog=128)

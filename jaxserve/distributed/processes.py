@@ -79,7 +79,10 @@ def joined_role() -> Leader | Follower | None:
 
 
 def _connect(key: bytes | None) -> Leader | Follower:
-    """Connect to the other processes. If there is no key, process 0 writes one to a file and publishes its name."""
+    """Connect to the other processes of a run that jax has joined, and return this process's role.
+
+    Without a `key`, process 0 writes one to a file and publishes the file's name.
+    """
     client, process_id = global_state.client, global_state.process_id
     assert client is not None, "jax has joined"
     host = _host(str(global_state.coordinator_address))
@@ -95,4 +98,5 @@ def _connect(key: bytes | None) -> Leader | Follower:
 
 
 def _host(address: str) -> str:
+    """Return the host in "host:port", without the brackets of an IPv6 address."""
     return address.rsplit(":", 1)[0].strip("[]")

@@ -29,12 +29,13 @@ def run_key() -> str | None:
     return os.environ.get(RUN_KEY) or None
 
 
-def child_variables(**own: str) -> dict[str, str]:
-    """Return the environment variables for a child process."""
-    return os.environ | own
+def child_variables(**changed: str) -> dict[str, str]:
+    """Return the environment variables for a child process: this process's, with some changed."""
+    return os.environ | changed
 
 
 def xla_flags() -> str:
+    """Return the value of XLA_FLAGS; "" if it is not set."""
     return os.environ.get("XLA_FLAGS", "")
 
 
@@ -72,6 +73,7 @@ def claiming_gpu_memory(fraction: float) -> Iterator[float]:
 
 
 def libtpu_args() -> str | None:
+    """Return the value of LIBTPU_INIT_ARGS; None if it is not set."""
     return os.environ.get("LIBTPU_INIT_ARGS")
 
 

@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
 
 class _Interrupts:
-    """Interrupt state of this process."""
+    """Interrupt state of this process.
+
+    Attributes:
+        hint: text after the line that an interrupt prints.
+        num_scopes: number of `unwinding` contexts entered.
+        is_raised: True after a KeyboardInterrupt was raised.
+        is_ending: True after an interrupt that ends the process.
+        is_notified: True after the line was printed.
+        num_repeats: bytes in the wakeup pipe that do not come from the user.
+    """
 
     def __init__(self) -> None:
         self.hint = ""
@@ -35,7 +44,7 @@ class _Interrupts:
         self.is_raised = False
         self.is_ending = False
         self.is_notified = False
-        self.num_repeats = 0  # bytes in the pipe that do not come from the user
+        self.num_repeats = 0
 
 
 _state = _Interrupts()
@@ -84,10 +93,12 @@ def leave() -> "NoReturn":
 
 
 def _line() -> str:
+    """Return the line that an interrupt prints."""
     return f"\njaxserve: interrupted{_state.hint}"
 
 
 def _end_now() -> "NoReturn":
+    """Print the line of an interrupt, unless that has happened, and end the process."""
     if not _state.is_notified:
         _state.is_notified = True
         os.write(2, f"{_line()}\n".encode())
@@ -95,6 +106,7 @@ def _end_now() -> "NoReturn":
 
 
 def _on_interrupt(_signal: int, _frame: FrameType | None) -> None:
+    """Handle SIGINT: end the process, or within `unwinding` raise KeyboardInterrupt once."""
     if not _state.num_scopes and not _state.is_raised:
         if not _state.is_ending:  # a second interrupt before the line is printed leaves the end to the first
             _state.is_ending = True
@@ -106,7 +118,7 @@ def _on_interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _on_swallowed(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Resend an interrupt that was swallowed in a destructor or callback."""
+    """Handle an error in a destructor or callback: resend an interrupt that was swallowed there."""
     if unraisable.exc_type is not KeyboardInterrupt or not _state.is_raised:
         sys.__unraisablehook__(unraisable)
         return
@@ -115,13 +127,17 @@ def _on_swallowed(unraisable: "sys.UnraisableHookArgs") -> None:
 
 
 def _repeat() -> None:
+    """Interrupt the main thread again, after a short time."""
     time.sleep(0.01)  # give the destructor time to end
     _state.num_repeats += 1
     _thread.interrupt_main()
 
 
 def _watch(pipe: int) -> None:
-    """End the process if the main thread does not do so in time, for example in a long call."""
+    """Read signals from the wakeup `pipe`; end the process if the main thread does not do so in time after SIGINT.
+
+    It may be in a long call into a library.
+    """
     first_s = deadline_s = 0.0
     while True:
         if not select.select([pipe], [], [], max(0.0, deadline_s - time.monotonic()) if first_s else None)[0]:

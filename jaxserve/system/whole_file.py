@@ -12,25 +12,25 @@ STALE_S = 3600.0  # longer than any write: older temporary files were left by a 
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace the file atomically.
+    """Replace the file's content atomically.
 
     Raises:
         OSError: the file cannot be written; it is unchanged.
     """
-    with _beside(path) as own:
-        own.write_bytes(content)
-        own.replace(path)
+    with _temporary_sibling(path) as temporary:
+        temporary.write_bytes(content)
+        temporary.replace(path)
 
 
 def check_writable(path: Path) -> None:
     """Raise OSError if `write_whole` could not write the file."""
-    with _beside(path) as own:
-        own.touch()
+    with _temporary_sibling(path) as temporary:
+        temporary.touch()
 
 
 @contextlib.contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path on the same disk, and delete those that killed processes have left."""
+def _temporary_sibling(path: Path) -> Iterator[Path]:
+    """Yield a temporary path on the same disk as `path`, and delete old ones that killed processes have left."""
     for left in path.parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another process may delete it first
             if time.time() - left.stat().st_mtime > STALE_S:
