@@ -30,7 +30,7 @@ Outcomes = dict[str, int]  # numbers of passed and failed tests
 Results = dict[str, dict[str, Outcomes]]  # outcomes by check and architecture
 TEXT = """# Families
 
-Each family is a `ModelFamily` in one of these files and a line in [`registry.py`](registry.py).
+Each family is a `ModelFamily` in one of these files, which [`registry.py`](registry.py) lists.
 [CONTRIBUTING.md](../../CONTRIBUTING.md#the-change-map) lists the steps to add one; the
 [user guide](../README.md#models) lists each family's features.
 
@@ -119,7 +119,7 @@ def render(results: Results) -> str:
     """Return the table, a line per registered architecture."""
     titles = ["family", "architecture", *(check.title for check in CHECKS.values())]
     lines = [titles, ["---"] * len(titles)]
-    families = {name: family.read_arch.__module__.rpartition(".")[2] for name, family in FAMILIES.items()}
+    families = {name: family.parse.__module__.rpartition(".")[2] for name, family in FAMILIES.items()}
     for name, module in sorted(families.items(), key=lambda pair: (pair[1], pair[0])):
         cells = [cell(results.get(check, {}).get(name)) for check in CHECKS]
         lines.append([f"[`{module}`]({module}.py)", f"`{name}`", *cells])

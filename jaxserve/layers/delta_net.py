@@ -45,6 +45,8 @@ class GatedDelta:
         key_dim: query and key size, Dk.
         value_dim: value size, Dv.
         width: tokens that the convolution sees, the latest included.
+        is_grouped: True if both projections' rows are grouped by key head, each with its value heads' rows; False if
+            queries, keys, values and gates follow each other.
     """
 
     num_key_heads: int
@@ -52,6 +54,7 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     width: int
+    is_grouped: bool = False
 
     @property
     def key_size(self) -> int:

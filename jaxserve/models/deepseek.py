@@ -9,7 +9,6 @@ from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.kv_forms import Latents
-from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama, mla, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
@@ -19,14 +18,15 @@ from jaxserve.models.hf_config import (
     POSITIVE,
     SIZE,
     SWITCH,
+    HfConfig,
     one_of,
+    read_field,
     read_fields,
-    read_num_layers,
     read_rope,
 )
 from jaxserve.models.layer_kinds import read_kinds
 from jaxserve.models.layer_spec import MlaSizes
-from jaxserve.models.layer_tensors import MoeNames, decoder_specs
+from jaxserve.models.layer_tensors import MoeNames, TensorNames
 
 _V2_DEFAULTS = {
     "kv_lora_rank": 512,
@@ -42,7 +42,10 @@ _V2_DEFAULTS = {
     "n_group": None,
     "topk_group": None,
     "topk_method": "greedy",
+    "scoring_func": "softmax",
     "first_k_dense_replace": 0,
+    "mlp_bias": False,
+    "moe_layer_freq": 1,
 }
 _V3_DEFAULTS = {
     **_V2_DEFAULTS,
@@ -55,6 +58,7 @@ _V3_DEFAULTS = {
     "n_group": 8,
     "topk_group": 4,
     "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
     "first_k_dense_replace": 3,
     "rope_interleave": True,
     "max_position_embeddings": 4096,
@@ -73,9 +77,9 @@ _GLM_DEFAULTS = {
     "max_position_embeddings": 202752,
     "rms_norm_eps": 1e-5,
     "mlp_layer_types": None,
+    "first_k_dense_replace": 1,
 }
 _FIELDS = {
-    "num_hidden_layers": SIZE,
     "num_attention_heads": SIZE,
     "num_key_value_heads": SIZE.or_null(),
     "kv_lora_rank": SIZE,
@@ -95,45 +99,41 @@ _FIELDS = {
     "mlp_bias": FieldType("false: biases of experts are not supported", lambda value: value is False),
     "moe_layer_freq": FieldType("1: only the first layers may lack experts", lambda value: value == 1),
 }
+_V2_FIELDS = {
+    "scoring_func": one_of(["softmax"]),
+    "topk_method": one_of(["greedy", "group_limited_greedy"]),
+    "norm_topk_prob": FieldType(
+        "false: transformers does not scale these weights to a sum of one", lambda value: value is False
+    ),
+}
 _DENSE, _SPARSE = "dense", "sparse"
 
 
-def v2_arch(config: Mapping[str, Any]) -> ArchConfig:
+def v2_arch(config: HfConfig) -> ArchConfig:
     """Parse a DeepSeek-V2 config.json."""
-    config = {**_V2_DEFAULTS, **config, "rope_interleave": True}  # transformers does not read it for these
-    kinds = {
-        "scoring_func": one_of(["softmax"]),
-        "topk_method": one_of(["greedy", "group_limited_greedy"]),
-        "norm_topk_prob": FieldType(
-            "false: transformers does not scale these weights to a sum of one", lambda v: v is False
-        ),
-    }
-    if read_fields({"scoring_func": "softmax", **config}, kinds)["topk_method"] == "greedy":
-        config |= {"n_group": 1, "topk_group": 1}
-    return _arch(config)
+    is_greedy = read_fields(config, _V2_FIELDS)["topk_method"] == "greedy"
+    groups = {"n_group": 1, "topk_group": 1} if is_greedy else {}
+    return _arch({**config, **groups, "rope_interleave": True})  # transformers does not read rope_interleave here
 
 
-def v3_arch(config: Mapping[str, Any], dense_layers: Collection[int] | None = None) -> ArchConfig:
+def v3_arch(config: HfConfig, dense_layers: Collection[int] | None = None) -> ArchConfig:
     """Parse a config.json with DeepSeek-V3's fields."""
-    config = {**_V3_DEFAULTS, "scoring_func": "sigmoid", **config}
     read_fields(config, {"scoring_func": one_of(["sigmoid"]), "topk_method": one_of(["noaux_tc"])})
     return _arch(config, dense_layers, sigmoid=True, group_scores=2)
 
 
-def glm_arch(config: Mapping[str, Any]) -> ArchConfig:
+def glm_arch(config: HfConfig) -> ArchConfig:
     """Parse a GLM-4.7-Flash config.json: without `mlp_layer_types` the first layers are dense."""
-    config = {**_GLM_DEFAULTS, "first_k_dense_replace": 1, **config}
-    num_dense = read_fields(config, {"first_k_dense_replace": COUNT})["first_k_dense_replace"]
+    num_dense = read_field(config, "first_k_dense_replace", COUNT)
 
     def default(layer: int) -> str:
         return _DENSE if layer < num_dense else _SPARSE
 
-    kinds = read_kinds(config, read_num_layers(config), default, (_DENSE, _SPARSE), "mlp_layer_types")
+    kinds = read_kinds(config, default, (_DENSE, _SPARSE), "mlp_layer_types")
     return v3_arch(config, dense_layers=[layer for layer, kind in enumerate(kinds) if kind == _DENSE])
 
 
-def _arch(config: Mapping[str, Any], dense_layers: Collection[int] | None = None, **routing: Any) -> ArchConfig:
-    config = {"mlp_bias": False, "moe_layer_freq": 1, **config}
+def _arch(config: HfConfig, dense_layers: Collection[int] | None = None, **routing: Any) -> ArchConfig:
     values = read_fields(config, _FIELDS)
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if kv_heads not in (None, heads):
@@ -163,7 +163,7 @@ def _arch(config: Mapping[str, Any], dense_layers: Collection[int] | None = None
     )
 
 
-def _experts(config: Mapping[str, Any], values: Mapping[str, Any], routing: Mapping[str, Any]) -> Experts:
+def _experts(config: HfConfig, values: Mapping[str, Any], routing: Mapping[str, Any]) -> Experts:
     num_experts, num_groups = values["n_routed_experts"], values["n_group"] or 1
     top_groups = values["topk_group"] or 1
     experts = moe.read_experts(
@@ -189,9 +189,10 @@ def _experts(config: Mapping[str, Any], values: Mapping[str, Any], routing: Mapp
 
 
 _block = partial(block, attention=mla.attention)
-_v3_specs = partial(
-    decoder_specs, moe=MoeNames(router_bias="mlp.gate.e_score_correction_bias"), mixer_specs=mla.attention_specs
-)
-DEEPSEEK_V2 = ModelFamily(v2_arch, partial(decoder_specs, mixer_specs=mla.attention_specs), _block, rms_norm)
-DEEPSEEK_V3 = ModelFamily(v3_arch, _v3_specs, _block, rms_norm)
-GLM4_MOE_LITE = ModelFamily(glm_arch, _v3_specs, _block, rms_norm)
+_V2_NAMES = TensorNames(mixer=mla.attention_specs)
+_V3_NAMES = TensorNames(mixer=mla.attention_specs, moe=MoeNames(router_bias="mlp.gate.e_score_correction_bias"))
+FAMILIES = {
+    "DeepseekV2ForCausalLM": ModelFamily(v2_arch, _V2_NAMES, _V2_DEFAULTS, _block, folds=()),
+    "DeepseekV3ForCausalLM": ModelFamily(v3_arch, _V3_NAMES, _V3_DEFAULTS, _block, folds=()),
+    "Glm4MoeLiteForCausalLM": ModelFamily(glm_arch, _V3_NAMES, _GLM_DEFAULTS, _block, folds=()),
+}

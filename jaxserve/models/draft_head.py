@@ -19,7 +19,7 @@ from jaxserve.models import llama, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import mlp, project_qkv
 from jaxserve.models.hf_config import TABLE, read_fields
-from jaxserve.models.layer_tensors import decoder_specs
+from jaxserve.models.layer_tensors import LLAMA, decoder_specs
 from jaxserve.models.params import Params, ParamSpec
 
 
@@ -61,7 +61,7 @@ def param_specs(arch: ArchConfig, *, wide: bool) -> list[ParamSpec]:
         arch: the layer's sizes.
         wide: True if queries, keys and values are projected from two concatenated vectors, each with its own norm.
     """
-    specs = [spec for spec in decoder_specs(arch) if spec.path[0] == "layers"]
+    specs = [spec for spec in decoder_specs(arch, LLAMA) if spec.path[0] == "layers"]
     specs = [dataclasses.replace(spec, axes=(None,) * len(spec.axes)) for spec in specs]
     if not wide:
         return specs

@@ -1,14 +1,17 @@
 """ModelFamily: the functions that define a model family, as a value; FLOP counts."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jax import Array
 
-from jaxserve.layers.norm import NormFunction, offset_norm
+from jaxserve.layers.norm import NormFunction, offset_norm, rms_norm
 from jaxserve.layers.token_context import TokenContext
+from jaxserve.models import block as blocks
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.hf_config import HfConfig
+from jaxserve.models.layer_tensors import LLAMA, TensorNames, decoder_specs
 from jaxserve.models.params import LAYER_PROJECTION, ParamSpec
 
 # block(layer params, x[T,D], tokens, layer, arch=) -> (x[T,D], tokens for the next layer)
@@ -41,12 +44,14 @@ UNGATED_FOLDS = (*FOLDS[:2], Fold("mlp_norm", "up_proj"))
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Model structure that one or more architectures share.
+    """Model structure that one or more architectures share; by default Llama's.
 
     Attributes:
-        read_arch: parser for config.json; raises ConfigError for unsupported settings.
-        param_specs: function that returns one row per tensor. The decoder reads `embed`, `final_norm` and, unless tied,
-            `lm_head`; the block reads the tensors under `("layers", layer)`, whose names it chooses.
+        parse: function that converts a config.json with `defaults` merged in; raises ConfigError for unsupported
+            settings.
+        names: tensors in checkpoints. The decoder reads `embed`, `final_norm` and, unless tied, `lm_head`; the block
+            reads the tensors under `("layers", layer)`.
+        defaults: values of absent config.json fields.
         block: one decoder layer, a pure function. Attention rotates a head's dimension i with i + H / 2.
         norm: norm function for all layers and the final norm; see `layers.norm`.
         folds: pairs of tensors in each layer between which calibrated quantisation may move factors.
@@ -54,12 +59,21 @@ class ModelFamily:
             inputs [L, T, size] in addition to the residual stream, or None; a block reads `LayerContext.inputs`.
     """
 
-    read_arch: Callable[[Mapping[str, Any]], ArchConfig]
-    param_specs: Callable[[ArchConfig], list[ParamSpec]]
-    block: Block
-    norm: NormFunction
-    folds: tuple[Fold, ...] = ()
+    parse: Callable[[HfConfig], ArchConfig]
+    names: TensorNames = LLAMA
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    block: Block = blocks.block
+    norm: NormFunction = rms_norm
+    folds: tuple[Fold, ...] = FOLDS
     layer_inputs: Callable[[Any, ArchConfig, Array, Array], Array | None] = lambda *_: None
+
+    def read_arch(self, config: HfConfig) -> ArchConfig:
+        """Convert a config.json; ConfigError for unsupported settings."""
+        return self.parse({**self.defaults, **config})
+
+    def param_specs(self, arch: ArchConfig) -> list[ParamSpec]:
+        """Return one row per tensor."""
+        return decoder_specs(arch, self.names)
 
     @property
     def norm_offset(self) -> float:

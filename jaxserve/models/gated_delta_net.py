@@ -16,16 +16,8 @@ from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import Params, ParamSpec
 
 
-def delta_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig, *, is_grouped: bool) -> list[ParamSpec]:
-    """Return one row per tensor in the Gated DeltaNet, without the norm before it.
-
-    Args:
-        rows: constructor for the layer's rows.
-        layer: the layer.
-        arch: the model.
-        is_grouped: True if both projections sort their rows by key head, each with its value heads' rows; False if
-            queries, keys, values and gates follow each other.
-    """
+def delta_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
+    """Return one row per tensor in a layer's Gated DeltaNet, without the norm before it."""
     sizes, D = layer.state, arch.hidden_size
     assert isinstance(sizes, GatedDelta), "recurrent layers are Gated DeltaNets here"
     K, V, keys, values = sizes.num_key_heads, sizes.num_value_heads, sizes.key_size, sizes.value_size
@@ -37,7 +29,7 @@ def delta_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig, *, is_grouped: b
         axes = ("heads", *("embed" if size == D else None for size in inner))
         return ParamSpec((*rows.path, name), (sum(sizes), *inner), axes, names, sizes, **fields)
 
-    if is_grouped:
+    if sizes.is_grouped:
         projections = [
             spec("in_proj", ("in_proj_qkvz.weight",), (2 * keys + 2 * values,), (D,), heads=(K,)),
             spec("rate_proj", ("in_proj_ba.weight",), (2 * V,), (D,), heads=(K,), exact=True),
@@ -68,16 +60,14 @@ def delta(
     arch: ArchConfig,
     norm: Norm,
     residual: Float[Array, "T D"] | None,
-    *,
-    is_grouped: bool,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply Gated DeltaNet; a sublayer for `models.block`. For `is_grouped` see `delta_specs`."""
+    """Apply Gated DeltaNet; a sublayer for `models.block`."""
     sizes, T, normed = layer.state, x.shape[0], norm(x)
     assert isinstance(sizes, GatedDelta), "recurrent layers are Gated DeltaNets here"
     K, keys, values = sizes.num_key_heads, sizes.key_size, sizes.value_size
     projected = linear(normed, p["in_proj"], tokens)
     rates = linear(normed, p["rate_proj"], tokens, dtype=jnp.float32)
-    groups, parts = (K, (keys, keys, values, values)) if is_grouped else (1, (2 * keys + values, values))
+    groups, parts = (K, (keys, keys, values, values)) if sizes.is_grouped else (1, (2 * keys + values, values))
     ends = [sum(parts[: n + 1]) // groups for n in range(len(parts) - 1)]
     *mixed, z = (y.reshape(T, -1) for y in jnp.split(projected.reshape(T, groups, -1), ends, axis=2))
     rate, step = (y.reshape(T, -1) for y in jnp.split(rates.reshape(T, groups, -1), 2, axis=2))

@@ -23,10 +23,10 @@ from jaxserve.models.arch import ArchConfig, PerLayerEmbeddings
 from jaxserve.models.block import Heads, attention, mlp, moe
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.gemma import GEMMA_NAMES
-from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, SWITCH, TABLE, one_of, read_fields, read_rope
+from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, SWITCH, TABLE, HfConfig, one_of, read_fields, read_rope
 from jaxserve.models.layer_kinds import FULL, SLIDING, full_every, layer_windows, read_kinds
 from jaxserve.models.layer_spec import LayerSpec
-from jaxserve.models.layer_tensors import MoeNames, Rows, decoder_specs
+from jaxserve.models.layer_tensors import MoeNames, Rows
 from jaxserve.models.moe import read_experts
 from jaxserve.models.params import Params, ParamSpec
 
@@ -68,13 +68,11 @@ _FIELDS = {
 }
 
 
-def arch(config: Mapping[str, Any]) -> ArchConfig:
+def arch(config: HfConfig) -> ArchConfig:
     """Parse a Gemma 4 text config.json, which may omit fields with default values."""
-    config = {**_DEFAULTS, **config}
     values = read_fields(config, _FIELDS)
     num_layers = values["num_hidden_layers"]
-    kinds = read_kinds(config, num_layers, full_every(6))
-    kinds = [*kinds[:-1], FULL]  # whatever the file specifies, as in transformers
+    kinds = [*read_kinds(config, full_every(6))[:-1], FULL]  # whatever the file specifies, as in transformers
     windows = layer_windows(kinds, values["sliding_window"])
     rope, both = values["rope_parameters"] or _ROPES, dict.fromkeys(_ROPES, TABLE)
     tables = read_fields(rope if {*_ROPES} & {*rope} else dict.fromkeys(_ROPES, rope), both)
@@ -162,11 +160,6 @@ def _layer_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSp
     return specs
 
 
-def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return one row per tensor."""
-    return decoder_specs(arch, _NAMES, _MOE, more=_layer_specs) + per_layer_embeddings.table_specs(arch)
-
-
 def block(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
 ) -> tuple[Float[Array, "T D"], TokenContext]:
@@ -212,6 +205,13 @@ def _project(
 
 
 _block = partial(blocks.block, attention=partial(attention, project=_project), feed_forward=_feed_forward)
-_NAMES = dataclasses.replace(GEMMA_NAMES, norm_init="ones")
-_MOE = MoeNames(router="router.proj", experts="experts", stacked=("experts.gate_up_proj", "experts.down_proj"))
-GEMMA4 = ModelFamily(arch, param_specs, block, rms_norm, layer_inputs=per_layer_embeddings.read)
+_NAMES = dataclasses.replace(
+    GEMMA_NAMES,
+    norm_init="ones",
+    moe=MoeNames(router="router.proj", experts="experts", stacked=("experts.gate_up_proj", "experts.down_proj")),
+    more=_layer_specs,
+    tables=per_layer_embeddings.table_specs,
+)
+FAMILIES = {
+    "Gemma4ForCausalLM": ModelFamily(arch, _NAMES, _DEFAULTS, block, folds=(), layer_inputs=per_layer_embeddings.read)
+}

@@ -1,16 +1,12 @@
 """GLM-4 (9B and 32B, dense): interleaved RoPE on half of each head; `Glm4ForCausalLM` also has post-norms."""
 
 import dataclasses
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
 
-from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.block import block
-from jaxserve.models.family import FOLDS, ModelFamily
-from jaxserve.models.layer_tensors import Names, decoder_specs
+from jaxserve.models.family import ModelFamily
+from jaxserve.models.hf_config import HfConfig
+from jaxserve.models.layer_tensors import TensorNames
 
 _DEFAULTS = {
     "num_key_value_heads": 2,
@@ -22,15 +18,16 @@ _DEFAULTS = {
 }
 
 
-def arch(config: Mapping[str, Any]) -> ArchConfig:
+def arch(config: HfConfig) -> ArchConfig:
     """Parse a dense GLM or GLM-4 config.json."""
-    parsed = llama.arch({**_DEFAULTS, **config}, rope_fraction=0.5, o_bias=False, mlp_bias=False)
-    return parsed.with_attention(rope=[rope and dataclasses.replace(rope, interleaved=True) for rope in parsed.ropes])
+    return llama.arch(config, rope_fraction=0.5, interleaved=True, o_bias=False, mlp_bias=False)
 
 
-_GLM_NAMES = Names(gate_up=("mlp.gate_up_proj",) * 2)
+_GLM_NAMES = TensorNames(gate_up=("mlp.gate_up_proj",) * 2)
 _GLM4_NAMES = dataclasses.replace(
     _GLM_NAMES, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"
 )
-GLM = ModelFamily(arch, partial(decoder_specs, names=_GLM_NAMES), block, rms_norm, FOLDS)
-GLM4 = ModelFamily(arch, partial(decoder_specs, names=_GLM4_NAMES), block, rms_norm, FOLDS)
+FAMILIES = {
+    "GlmForCausalLM": ModelFamily(arch, _GLM_NAMES, _DEFAULTS),
+    "Glm4ForCausalLM": ModelFamily(arch, _GLM4_NAMES, _DEFAULTS),
+}

@@ -1,8 +1,6 @@
 """GPT-2 and GPT-Neo: learned positions, layer norms, GELU, biases."""
 
 import dataclasses
-from collections.abc import Mapping
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -12,10 +10,9 @@ from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import layer_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.block import block
 from jaxserve.models.family import UNGATED_FOLDS, ModelFamily
-from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, one_of, read_fields
-from jaxserve.models.layer_tensors import Names, decoder_specs
+from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, HfConfig, one_of, read_field, read_fields
+from jaxserve.models.layer_tensors import TensorNames
 
 _DEFAULTS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
 _FIELDS = {
@@ -25,6 +22,7 @@ _FIELDS = {
     "tie_word_embeddings": SWITCH,
 }
 _GPT2_DEFAULTS = {
+    **_DEFAULTS,
     "n_positions": 1024,
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -40,6 +38,7 @@ _GPT2_SWITCHES = {
 }
 _GLOBAL, _LOCAL = "global", "local"
 _NEO_DEFAULTS = {
+    **_DEFAULTS,
     "max_position_embeddings": 2048,
     "window_size": 256,
     "attention_types": [[[_GLOBAL, _LOCAL], 12]],
@@ -66,24 +65,22 @@ _NEO_ATTENTION = {
 }
 
 
-def gpt2_arch(config: Mapping[str, Any]) -> ArchConfig:
+def gpt2_arch(config: HfConfig) -> ArchConfig:
     """Parse a GPT-2 config.json."""
-    config = {**_GPT2_DEFAULTS, **config}
     values = read_fields(config, _GPT2_SWITCHES)
     names = ("n_embd", "n_layer", "n_head", "n_inner", "n_positions")
     return _arch(config, names, qkv_bias=True, scale=None if values["scale_attn_weights"] else 1.0)
 
 
-def gpt_neo_arch(config: Mapping[str, Any]) -> ArchConfig:
+def gpt_neo_arch(config: HfConfig) -> ArchConfig:
     """Parse a GPT-Neo config.json."""
-    config = {**_NEO_DEFAULTS, **config}
     values = read_fields(config, _NEO_ATTENTION)
     kinds = values["attention_layers"]
     if kinds is None:
         kinds = list(chain.from_iterable(kinds * times for kinds, times in values["attention_types"]))
     windows = tuple(values["window_size"] if kind == _LOCAL else None for kind in kinds)
     names = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings")
-    num_layers = read_fields(config, {"num_layers": SIZE})["num_layers"]
+    num_layers = read_field(config, "num_layers", SIZE)
     if len(windows) != num_layers:
         raise ConfigError(
             f"attention_layers, or attention_types without them, must have num_layers = {num_layers} kinds, "
@@ -92,11 +89,10 @@ def gpt_neo_arch(config: Mapping[str, Any]) -> ArchConfig:
     return _arch(config, names, scale=1.0, windows=windows)
 
 
-def _arch(config: Mapping[str, Any], names: tuple[str, ...], **overrides: Any) -> ArchConfig:
+def _arch(config: HfConfig, names: tuple[str, ...], **overrides: Any) -> ArchConfig:
     """Parse the fields that both families have; `names` are theirs for width, layers, heads, MLP and positions."""
     width, layers, heads, inner, positions = names
     sizes = {width: SIZE, layers: SIZE, heads: SIZE, inner: SIZE.or_null(), positions: SIZE}
-    config = {**_DEFAULTS, **config}
     values = read_fields(config, {**_FIELDS, **sizes})
     if values[width] % values[heads]:
         raise ConfigError(f"{width} must be a multiple of {heads}, got {values[width]} and {values[heads]}")
@@ -114,7 +110,7 @@ def _arch(config: Mapping[str, Any], names: tuple[str, ...], **overrides: Any) -
     return llama.arch(llama_fields, rope=None, o_bias=True, mlp_bias=True, activation=activation, **overrides)
 
 
-_GPT2_NAMES = Names(
+_GPT2_NAMES = TensorNames(
     embed="transformer.wte",
     positions="transformer.wpe",
     final_norm="transformer.ln_f",
@@ -135,5 +131,7 @@ _NEO_NAMES = dataclasses.replace(
     out=f"{_NEO}.out_proj",
     transposed=False,
 )
-GPT2 = ModelFamily(gpt2_arch, partial(decoder_specs, names=_GPT2_NAMES), block, layer_norm, UNGATED_FOLDS)
-GPT_NEO = ModelFamily(gpt_neo_arch, partial(decoder_specs, names=_NEO_NAMES), block, layer_norm, UNGATED_FOLDS)
+FAMILIES = {
+    "GPT2LMHeadModel": ModelFamily(gpt2_arch, _GPT2_NAMES, _GPT2_DEFAULTS, norm=layer_norm, folds=UNGATED_FOLDS),
+    "GPTNeoForCausalLM": ModelFamily(gpt_neo_arch, _NEO_NAMES, _NEO_DEFAULTS, norm=layer_norm, folds=UNGATED_FOLDS),
+}

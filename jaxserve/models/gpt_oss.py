@@ -1,19 +1,13 @@
 """gpt-oss: Llama's attention with sinks, sliding windows in every other layer, experts with biases, clamped SwiGLU."""
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any
-
 from jaxserve.layers.mlp import ClampedSwiglu
-from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama, moe
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.block import block
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import POSITIVE, SIZE, read_fields
+from jaxserve.models.hf_config import POSITIVE, HfConfig, read_fields
 from jaxserve.models.layer_kinds import full_every, read_windows
 from jaxserve.models.layer_spec import LayerSpec
-from jaxserve.models.layer_tensors import Names, Rows, decoder_specs
+from jaxserve.models.layer_tensors import Rows, TensorNames
 from jaxserve.models.params import ParamSpec
 
 _DEFAULTS = {
@@ -37,30 +31,17 @@ _ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_FIELDS = {
-    "num_hidden_layers": SIZE,
-    "swiglu_alpha": POSITIVE,
-    "swiglu_limit": POSITIVE,
-}
+_FIELDS = {"swiglu_alpha": POSITIVE, "swiglu_limit": POSITIVE}
 
 
-def arch(config: Mapping[str, Any]) -> ArchConfig:
+def arch(config: HfConfig) -> ArchConfig:
     """Parse a gpt-oss config.json."""
-    config = {**_DEFAULTS, **config}
     if not (config.get("rope_scaling") or config.get("rope_parameters")):
-        config["rope_parameters"] = _ROPE
+        config = {**config, "rope_parameters": _ROPE}
     values = read_fields(config, _FIELDS)
-    num_layers = values["num_hidden_layers"]
-    return llama.arch(
-        config,
-        experts=moe.read_experts(
-            config,
-            softmax_of_chosen=True,
-            activation=ClampedSwiglu(float(values["swiglu_limit"]), float(values["swiglu_alpha"])),
-        ),
-        windows=read_windows(config, num_layers, full_every(2)),
-        mlp_bias=False,
-    )
+    activation = ClampedSwiglu(float(values["swiglu_limit"]), float(values["swiglu_alpha"]))
+    experts = moe.read_experts(config, softmax_of_chosen=True, activation=activation)
+    return llama.arch(config, experts=experts, windows=read_windows(config, full_every(2)), mlp_bias=False)
 
 
 def _moe_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
@@ -93,5 +74,5 @@ def _moe_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec
     ]
 
 
-_specs = partial(decoder_specs, names=Names(sinks="self_attn.sinks"), moe=_moe_specs)
-GPT_OSS = ModelFamily(arch, _specs, block, rms_norm)
+_NAMES = TensorNames(sinks="self_attn.sinks", moe=_moe_specs)
+FAMILIES = {"GptOssForCausalLM": ModelFamily(arch, _NAMES, _DEFAULTS, folds=())}

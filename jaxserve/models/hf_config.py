@@ -14,6 +14,7 @@ from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig
 
+HfConfig = Mapping[str, Any]  # content of config.json
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -51,7 +52,7 @@ def noting_fields() -> Iterator[set[str]]:
         _read.reset(token)
 
 
-def read_fields(config: Mapping[str, Any], kinds: Mapping[str, FieldType]) -> dict[str, Any]:
+def read_fields(config: HfConfig, kinds: Mapping[str, FieldType]) -> dict[str, Any]:
     """Return the values of the fields in `kinds`, None if absent; ConfigError lists all fields with a wrong type."""
     if (noted := _read.get()) is not None:
         noted.update(kinds)
@@ -61,33 +62,38 @@ def read_fields(config: Mapping[str, Any], kinds: Mapping[str, FieldType]) -> di
     return values
 
 
-def read_num_layers(config: Mapping[str, Any]) -> int:
-    return int(read_fields(config, {"num_hidden_layers": SIZE})["num_hidden_layers"])
+def read_field(config: HfConfig, name: str, kind: FieldType) -> Any:
+    """Return one field's value, None if absent; ConfigError if its type is wrong."""
+    return read_fields(config, {name: kind})[name]
 
 
-def read_dtype(config: Mapping[str, Any]) -> str:
+def read_num_layers(config: HfConfig) -> int:
+    return int(read_field(config, "num_hidden_layers", SIZE))
+
+
+def read_dtype(config: HfConfig) -> str:
     """Return the checkpoint's dtype, float32 if not given."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     name = name.removeprefix("torch.") if isinstance(name, str) else name
-    return str(read_fields({"dtype": name}, {"dtype": one_of(DTYPES)})["dtype"])
+    return str(read_field({"dtype": name}, "dtype", one_of(DTYPES)))
 
 
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 _ROPE_OPTIONS: dict[str, dict[str, FieldType]] = {
     "default": {},
-    "linear": {"factor": POSITIVE, _ORIGINAL: SIZE},
-    "llama3": {"factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, _ORIGINAL: SIZE},
+    "linear": {"factor": POSITIVE, ORIGINAL_LENGTH: SIZE},
+    "llama3": {"factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, ORIGINAL_LENGTH: SIZE},
     "longrope": {
         "short_factor": NUMBERS,
         "long_factor": NUMBERS,
         "factor": POSITIVE,
-        _ORIGINAL: SIZE,
+        ORIGINAL_LENGTH: SIZE,
         "attention_factor": NUMBER.or_null(),
     },
     "proportional": {"factor": POSITIVE.or_null(), "partial_rotary_factor": FRACTION.or_null()},
     "yarn": {
         "factor": POSITIVE,
-        _ORIGINAL: SIZE,
+        ORIGINAL_LENGTH: SIZE,
         "beta_fast": NUMBER.or_null(),
         "beta_slow": NUMBER.or_null(),
         "mscale": NUMBER.or_null(),
@@ -116,7 +122,7 @@ def _same_for_all(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return dict(first)
 
 
-def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) -> RopeConfig:
+def read_rope(config: HfConfig, default_fraction: float | None = None) -> RopeConfig:
     """Read RoPE settings from the new field (`rope_parameters`) or the old ones (`rope_scaling`, `rope_theta`, `type`).
 
     Args:
@@ -139,12 +145,14 @@ def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) 
         kinds = {**_ROPE_FIELDS, "partial_rotary_factor": FRACTION.or_null()}
     defaults = {"rope_theta": 10000.0, "partial_rotary_factor": default_fraction}
     fields = read_fields({**defaults, **shared, **raw, "rope_type": kind}, kinds)
-    trained = {_ORIGINAL: config.get("max_position_embeddings"), **raw}
-    if _ORIGINAL in config:
-        trained[_ORIGINAL] = config[_ORIGINAL]  # takes precedence over the RoPE parameters, as in transformers
+    trained = {ORIGINAL_LENGTH: config.get("max_position_embeddings"), **raw}
+    if ORIGINAL_LENGTH in config:
+        trained[ORIGINAL_LENGTH] = config[
+            ORIGINAL_LENGTH
+        ]  # takes precedence over the RoPE parameters, as in transformers
     if kind == "longrope" and trained.get("factor") is None:
-        sizes = read_fields({**config, **trained}, {"max_position_embeddings": SIZE, _ORIGINAL: SIZE})
-        trained["factor"] = sizes["max_position_embeddings"] / sizes[_ORIGINAL]
+        sizes = read_fields({**config, **trained}, {"max_position_embeddings": SIZE, ORIGINAL_LENGTH: SIZE})
+        trained["factor"] = sizes["max_position_embeddings"] / sizes[ORIGINAL_LENGTH]
     options = {name: v for name, v in read_fields(trained, _ROPE_OPTIONS[kind]).items() if v is not None}
     if kind == "llama3" and options["low_freq_factor"] >= options["high_freq_factor"]:
         raise ConfigError(f"config.json: low_freq_factor must be below high_freq_factor, got {options}")
@@ -164,7 +172,7 @@ def max_position(max_position_embeddings: int, rope: RopeConfig) -> int:
     if rope.kind not in ("linear", "yarn"):
         return max_position_embeddings
     options = dict(rope.options)
-    return int(options[_ORIGINAL] * options["factor"])
+    return int(options[ORIGINAL_LENGTH] * options["factor"])
 
 
 def token_id_set(value: Any) -> frozenset[int]:

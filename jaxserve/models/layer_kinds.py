@@ -3,12 +3,22 @@
 A family reads the fields that it supports. `check_unread` rejects all others unless they have no effect.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
-from jaxserve.models.hf_config import SIZE, STRINGS, SWITCH, TABLE, read_fields, read_rope
+from jaxserve.models.hf_config import (
+    SIZE,
+    STRINGS,
+    SWITCH,
+    TABLE,
+    HfConfig,
+    read_field,
+    read_fields,
+    read_num_layers,
+    read_rope,
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -19,8 +29,7 @@ def full_every(period: int) -> Callable[[int], str]:
 
 
 def read_kinds(
-    config: Mapping[str, Any],
-    num_layers: int,
+    config: HfConfig,
     default: Callable[[int], str],
     known: Collection[str] = (FULL, SLIDING),
     field: str = "layer_types",
@@ -29,7 +38,6 @@ def read_kinds(
 
     Args:
         config: content of config.json.
-        num_layers: number of layers.
         default: function from layer index to type, used if the field is absent.
         known: types that the family supports.
         field: field name.
@@ -37,7 +45,7 @@ def read_kinds(
     Raises:
         ConfigError: the field does not name a known type for each layer.
     """
-    kinds = read_fields(config, {field: STRINGS.or_null()})[field]
+    kinds, num_layers = read_field(config, field, STRINGS.or_null()), read_num_layers(config)
     kinds = [default(layer) for layer in range(num_layers)] if kinds is None else kinds
     if len(kinds) != num_layers or not set(known).issuperset(kinds):
         names = ", ".join(map(repr, known))
@@ -51,29 +59,28 @@ def layer_windows(kinds: Sequence[str], window: int | None) -> tuple[int | None,
 
 
 def read_windows(
-    config: Mapping[str, Any], num_layers: int, default: Callable[[int], str], *, has_switch: bool = False
+    config: HfConfig, default: Callable[[int], str], *, has_switch: bool = False
 ) -> tuple[int | None, ...]:
     """Return each layer's window: `sliding_window` if its type, from `layer_types` or `default`, is sliding attention.
 
     Args:
         config: content of config.json.
-        num_layers: number of layers.
         default: see `read_kinds`.
         has_switch: True if there are no windows unless `use_sliding_window` is true.
     """
-    kinds = read_kinds(config, num_layers, default)
-    if has_switch and not read_fields(config, {"use_sliding_window": SWITCH})["use_sliding_window"]:
-        return (None,) * num_layers
-    return layer_windows(kinds, read_fields(config, {"sliding_window": SIZE.or_null()})["sliding_window"])
+    kinds = read_kinds(config, default)
+    if has_switch and not read_field(config, "use_sliding_window", SWITCH):
+        return (None,) * len(kinds)
+    return layer_windows(kinds, read_field(config, "sliding_window", SIZE.or_null()))
 
 
-def same_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+def same_windows(config: HfConfig) -> tuple[int | None, ...]:
     """Return `sliding_window` as every layer's window."""
     values = read_fields(config, {"num_hidden_layers": SIZE, "sliding_window": SIZE.or_null()})
     return (values["sliding_window"],) * values["num_hidden_layers"]
 
 
-def by_kind(config: Mapping[str, Any], local_theta: float) -> tuple[dict[str, Any], dict[str, Any]]:
+def by_kind(config: HfConfig, local_theta: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return two copies of config.json: one with only full attention's RoPE, one with only sliding attention's.
 
     Newer files specify RoPE by layer type; in older files scaling only applies to layers without a window.
@@ -122,9 +129,7 @@ NOT_READ: dict[str, FieldType] = {
 }
 
 
-def check_unread(
-    config: Mapping[str, Any], read: Collection[str], windows: Sequence[int | None], architecture: str
-) -> None:
+def check_unread(config: HfConfig, read: Collection[str], windows: Sequence[int | None], architecture: str) -> None:
     """Raise a ConfigError if fields that the family has not read would change results.
 
     Args:

@@ -12,57 +12,6 @@ from jaxserve.models.params import POSITION_EMBED, ParamSpec
 
 
 @dataclass(frozen=True)
-class Names:
-    """A family's tensors in checkpoints: names and layouts.
-
-    A name in a layer has no prefix; None if the family lacks the tensor. A fused tensor is named once per part.
-
-    Attributes:
-        embed: embedding.
-        positions: learned position embeddings.
-        final_norm: norm after the layers.
-        head: output projection.
-        layers: prefix.
-        input_norm: norm before attention.
-        qkv: projections to queries, keys and values; one name if each head has its three next to each other.
-        out: attention output projection.
-        q_norm: query norm.
-        k_norm: key norm.
-        sinks: attention sinks.
-        attention_post_norm: attention post-norm.
-        mlp_norm: norm before the MLP.
-        gate_up: MLP gate and up projections; one name without a gate.
-        down: MLP down projection.
-        mlp_post_norm: MLP post-norm.
-        norm_parts: "weight" and perhaps "bias", if norms other than post-norms are trees; empty for arrays.
-        norm_init: initial norm weights.
-        transposed: True if matrices in layers are [in, out].
-        head_bias: True if the output projection has a bias.
-    """
-
-    embed: str = "model.embed_tokens"
-    positions: str | None = None
-    final_norm: str = "model.norm"
-    head: str = "lm_head"
-    layers: str = "model.layers"
-    input_norm: str | None = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    out: str = "self_attn.o_proj"
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    sinks: str | None = None
-    attention_post_norm: str | None = None
-    mlp_norm: str | None = "post_attention_layernorm"
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    down: str = "mlp.down_proj"
-    mlp_post_norm: str | None = None
-    norm_parts: tuple[str, ...] = ()
-    norm_init: str = "ones"
-    transposed: bool = False
-    head_bias: bool = False
-
-
-@dataclass(frozen=True)
 class MoeNames:
     """An MoE layer's tensors in checkpoints, without the layer's prefix; None if the family lacks the tensor.
 
@@ -146,7 +95,6 @@ class Rows(NamedTuple):
         return self.matrix(name, ("heads", None), [hf_name], [num_heads], head_dim, heads=(num_heads,), **fields)
 
 
-LLAMA, MOE = Names(), MoeNames()
 _SHARED = "mlp.shared_expert"
 GATED_SHARED = MoeNames(
     shared=(f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj", f"{_SHARED}.down_proj"), shared_gate=f"{_SHARED}_gate"
@@ -154,22 +102,70 @@ GATED_SHARED = MoeNames(
 LayerTensors = Callable[[Rows, LayerSpec, ArchConfig], list[ParamSpec]]
 
 
-def decoder_specs(
-    arch: ArchConfig,
-    names: Names = LLAMA,
-    moe: MoeNames | LayerTensors = MOE,
-    mixer_specs: LayerTensors | None = None,
-    more: LayerTensors | None = None,
-) -> list[ParamSpec]:
-    """Return one row per tensor.
+@dataclass(frozen=True)
+class TensorNames:
+    """A family's tensors in checkpoints: names and layouts.
 
-    Args:
-        arch: the model.
-        names: names in checkpoints.
-        moe: names in MoE layers, or a function that returns their rows.
-        mixer_specs: function that returns a layer's mixer rows, for recurrent layers and MLA.
+    A name in a layer has no prefix; None if the family lacks the tensor. A fused tensor is named once per part.
+
+    Attributes:
+        embed: embedding.
+        positions: learned position embeddings.
+        final_norm: norm after the layers.
+        head: output projection.
+        layers: prefix.
+        input_norm: norm before attention.
+        qkv: projections to queries, keys and values; one name if each head has its three next to each other.
+        out: attention output projection.
+        q_norm: query norm.
+        k_norm: key norm.
+        sinks: attention sinks.
+        attention_post_norm: attention post-norm.
+        mlp_norm: norm before the MLP.
+        gate_up: MLP gate and up projections; one name without a gate.
+        down: MLP down projection.
+        mlp_post_norm: MLP post-norm.
+        norm_parts: "weight" and perhaps "bias", if norms other than post-norms are trees; empty for arrays.
+        norm_init: initial norm weights.
+        transposed: True if matrices in layers are [in, out].
+        head_bias: True if the output projection has a bias.
+        moe: names in MoE layers, or a function that returns such a layer's rows.
+        mixer: function that returns the mixer's rows in recurrent layers and MLA layers.
         more: function that returns a layer's rows that only this family has.
+        tables: function that returns the rows outside the layers that only this family has.
     """
+
+    embed: str = "model.embed_tokens"
+    positions: str | None = None
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    layers: str = "model.layers"
+    input_norm: str | None = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str | None = None
+    attention_post_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    mlp_post_norm: str | None = None
+    norm_parts: tuple[str, ...] = ()
+    norm_init: str = "ones"
+    transposed: bool = False
+    head_bias: bool = False
+    moe: MoeNames | LayerTensors = MoeNames()
+    mixer: LayerTensors | None = None
+    more: LayerTensors = lambda *_: []
+    tables: Callable[[ArchConfig], list[ParamSpec]] = lambda _: []
+
+
+LLAMA = TensorNames()
+
+
+def decoder_specs(arch: ArchConfig, names: TensorNames) -> list[ParamSpec]:
+    """Return one row per tensor in a model whose checkpoints use `names`."""
     D, V = arch.hidden_size, arch.vocab_size
     top = Rows((), "", names.norm_init)
     specs = [top.matrix("embed", ("vocab", "embed"), [names.embed], [V], D)]
@@ -180,26 +176,27 @@ def decoder_specs(
         norms = {"input_norm": names.input_norm, "mlp_norm": names.mlp_norm}
         for name, hf_name in norms.items():
             specs += rows.norm(name, hf_name, D, names.norm_parts)
-        if mixer_specs is not None and (layer.state or layer.attention.mla):
-            specs += mixer_specs(rows, layer, arch)
+        if names.mixer is not None and (layer.state or layer.attention.mla):
+            specs += names.mixer(rows, layer, arch)
         else:
             specs += _attention_specs(rows, layer.attention, names, D)
         if layer.mlp is not None:
             specs += _mlp_specs(rows, layer.mlp, names, D)
         if layer.experts is not None:
-            specs += moe(rows, layer, arch) if callable(moe) else _moe_specs(rows, layer.experts, moe, arch)
+            moe = names.moe
+            specs += _moe_specs(rows, layer.experts, moe, arch) if isinstance(moe, MoeNames) else moe(rows, layer, arch)
         specs += rows.norm("attention_post_norm", names.attention_post_norm, D)
         specs += rows.norm("mlp_post_norm", names.mlp_post_norm, D)
-        specs += [] if more is None else more(rows, layer, arch)
+        specs += names.more(rows, layer, arch)
     specs += top.norm("final_norm", names.final_norm, D, names.norm_parts)
     if not arch.tied_embeddings:
         specs.append(top.matrix("lm_head", ("vocab", "embed"), [names.head], [V], D))
     if names.head_bias and arch.pooler is None:
         specs.append(top.vector("lm_head_bias", "vocab", [f"{names.head}.bias"], [V], "zeros"))
-    return specs
+    return specs + names.tables(arch)
 
 
-def _attention_specs(rows: Rows, attention: AttentionSpec, names: Names, D: int) -> list[ParamSpec]:
+def _attention_specs(rows: Rows, attention: AttentionSpec, names: TensorNames, D: int) -> list[ParamSpec]:
     Q, K, H = attention.num_heads, attention.num_kv_heads, attention.head_dim
     hf_names = names.qkv
     heads: tuple[int, ...] = (Q, K, K)
@@ -229,7 +226,7 @@ def _attention_specs(rows: Rows, attention: AttentionSpec, names: Names, D: int)
     return specs
 
 
-def _mlp_specs(rows: Rows, mlp: MlpSpec, names: Names, D: int) -> list[ParamSpec]:
+def _mlp_specs(rows: Rows, mlp: MlpSpec, names: TensorNames, D: int) -> list[ParamSpec]:
     name, F, gate_up = "gate_up" if len(names.gate_up) > 1 else "up", mlp.ffn_size, names.gate_up
     sizes, is_swiglu = [F] * len(gate_up), mlp.activation == "swiglu"
     specs = [

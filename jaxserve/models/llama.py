@@ -1,20 +1,19 @@
 """Llama 2, 3 and 3.x, and the config parser that most families share."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.kv_forms import HeadVectors
-from jaxserve.layers.norm import rms_norm
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.block import block
-from jaxserve.models.family import FOLDS, ModelFamily
+from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import (
     POSITIVE,
     SIZE,
     SWITCH,
+    HfConfig,
     max_position,
     one_of,
     read_dtype,
@@ -23,7 +22,6 @@ from jaxserve.models.hf_config import (
     token_id_set,
 )
 from jaxserve.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec
-from jaxserve.models.layer_tensors import decoder_specs
 
 _FIELDS = {
     "vocab_size": SIZE,
@@ -52,9 +50,10 @@ _ATTENTION_FIELDS = {field.name for field in dataclasses.fields(AttentionSpec)}
 
 
 def arch(
-    config: Mapping[str, Any],
+    config: HfConfig,
     *,
     rope_fraction: float | None = None,
+    interleaved: bool = False,
     windows: Sequence[int | None] | None = None,
     experts: Experts | None = None,
     dense_layers: Collection[int] = (),
@@ -67,6 +66,7 @@ def arch(
     Args:
         config: content of config.json.
         rope_fraction: see `read_rope`.
+        interleaved: True for interleaved RoPE.
         windows: each layer's sliding window.
         experts: experts in layers that are not dense.
         dense_layers: layers with an MLP although others have experts.
@@ -80,7 +80,7 @@ def arch(
     config = {**_DEFAULTS, **config}
     values = read_fields(config, _FIELDS)
     hidden, heads, layers = values["hidden_size"], values["num_attention_heads"], values["num_hidden_layers"]
-    rope = read_rope(config, rope_fraction)
+    rope = dataclasses.replace(read_rope(config, rope_fraction), interleaved=interleaved)
     longest = max_position(values["max_position_embeddings"], rope)
     num_kv_heads = values["num_key_value_heads"] or heads
     if values["head_dim"] is None and hidden % heads and heads % num_kv_heads == 0:  # see ArchConfig
@@ -118,4 +118,4 @@ def arch(
     return ArchConfig(**{**fields, **overrides})
 
 
-LLAMA = ModelFamily(arch, decoder_specs, block, rms_norm, FOLDS)
+FAMILIES = {"LlamaForCausalLM": ModelFamily(arch)}

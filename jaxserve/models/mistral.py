@@ -1,19 +1,13 @@
 """Mistral and Ministral 3: Llama's block; some checkpoints have sliding windows."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
-from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.block import block
-from jaxserve.models.family import FOLDS, ModelFamily
-from jaxserve.models.hf_config import NUMBER, POSITIVE, SIZE, read_fields, read_num_layers
+from jaxserve.models.family import ModelFamily
+from jaxserve.models.hf_config import NUMBER, ORIGINAL_LENGTH, POSITIVE, SIZE, HfConfig, read_field
 from jaxserve.models.layer_kinds import SLIDING, read_windows, same_windows
-from jaxserve.models.layer_tensors import decoder_specs
 
-_ORIGINAL = "original_max_position_embeddings"
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
 _MINISTRAL3_DEFAULTS = {
     "max_position_embeddings": 262144,
@@ -26,7 +20,7 @@ _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
     "factor": 16.0,
-    "original_max_position_embeddings": 16384,
+    ORIGINAL_LENGTH: 16384,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "mscale": 1.0,
@@ -35,33 +29,33 @@ _MINISTRAL3_ROPE = {
 }
 
 
-def arch(config: Mapping[str, Any]) -> ArchConfig:
+def arch(config: HfConfig) -> ArchConfig:
     """Parse a Mistral or Ministral config.json: all layers have the window unless `layer_types` specifies which."""
-    config = {**_DEFAULTS, **config}
-    windows = read_windows(config, read_num_layers(config), lambda _: SLIDING)
-    return _arch(config, windows)
+    return _arch(config, read_windows(config, lambda _: SLIDING))
 
 
-def _arch(config: Mapping[str, Any], windows: tuple[int | None, ...]) -> ArchConfig:
+def _arch(config: HfConfig, windows: tuple[int | None, ...]) -> ArchConfig:
     return llama.arch(config, windows=windows, qkv_bias=False, o_bias=False, mlp_bias=False)
 
 
-def ministral3_arch(config: Mapping[str, Any]) -> ArchConfig:
+def ministral3_arch(config: HfConfig) -> ArchConfig:
     """Parse a Ministral 3 text config.json."""
-    config = {**_MINISTRAL3_DEFAULTS, **config}
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
-        read_fields(config, {"rope_theta": POSITIVE.or_null()})  # ignored: the default parameters have a theta
-        config["rope_parameters"] = _MINISTRAL3_ROPE
+        read_field(config, "rope_theta", POSITIVE.or_null())  # ignored: the default parameters have a theta
+        config = {**config, "rope_parameters": _MINISTRAL3_ROPE}
     parsed = _arch(config, same_windows(config))
     parameters = config.get("rope_scaling") or config["rope_parameters"]
-    growth = read_fields(parameters, {"llama_4_scaling_beta": NUMBER.or_null()})["llama_4_scaling_beta"]
+    growth = read_field(parameters, "llama_4_scaling_beta", NUMBER.or_null())
     if growth is None:
         return parsed
-    lengths = {**parameters, **(config if _ORIGINAL in config else {})}
-    trained = read_fields(lengths, {_ORIGINAL: SIZE})[_ORIGINAL]
-    pair = (float(growth), float(trained))
+    lengths = {**parameters, **(config if ORIGINAL_LENGTH in config else {})}
+    pair = (float(growth), float(read_field(lengths, ORIGINAL_LENGTH, SIZE)))
     return parsed.with_attention(rope=[rope and dataclasses.replace(rope, query_growth=pair) for rope in parsed.ropes])
 
 
-MINISTRAL3 = ModelFamily(ministral3_arch, decoder_specs, block, rms_norm, FOLDS)
-MISTRAL = ModelFamily(arch, decoder_specs, block, rms_norm, FOLDS)
+_MISTRAL = ModelFamily(arch, defaults=_DEFAULTS)
+FAMILIES = {
+    "MistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": _MISTRAL,
+    "Ministral3ForCausalLM": ModelFamily(ministral3_arch, defaults=_MINISTRAL3_DEFAULTS),
+}

@@ -1,6 +1,5 @@
 """GPT-NeoX (Pythia), Phi-1 and 2, and StarCoder2: layer norms, biases and GELU with rotary embeddings."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,21 +16,31 @@ from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import Heads, attention, block
 from jaxserve.models.family import UNGATED_FOLDS, Fold, ModelFamily
-from jaxserve.models.hf_config import FRACTION, POSITIVE, SWITCH, one_of, read_fields
+from jaxserve.models.hf_config import FRACTION, POSITIVE, SWITCH, HfConfig, one_of, read_field, read_fields
 from jaxserve.models.layer_kinds import same_windows
-from jaxserve.models.layer_tensors import Names, decoder_specs
+from jaxserve.models.layer_tensors import TensorNames
 from jaxserve.models.params import Params
 
 _NEOX_DEFAULTS = {
     "hidden_act": "gelu",
     "layer_norm_eps": 1e-5,
     "rotary_pct": 0.25,
+    "rotary_emb_base": 1e4,
     "use_parallel_residual": True,
     "attention_bias": True,
 }
-_NEOX_FIELDS = {"use_parallel_residual": SWITCH, "attention_bias": SWITCH, "rotary_pct": FRACTION}
+_NEOX_FIELDS = {
+    "use_parallel_residual": SWITCH,
+    "attention_bias": SWITCH,
+    "rotary_pct": FRACTION,
+    "rotary_emb_base": POSITIVE,
+    "rope_theta": POSITIVE.or_null(),
+    "head_dim": FieldType(
+        "null, as hidden_size / num_attention_heads is the size of heads", lambda value: value is None
+    ),
+}
 _PHI_DEFAULTS = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "qk_layernorm": False}
-_PHI_FIELDS = {"qk_layernorm": FieldType("false: norms of q and k are not supported", lambda value: value is False)}
+_NO_QK_NORM = FieldType("false: norms of q and k are not supported", lambda value: value is False)
 _STARCODER2_DEFAULTS = {
     "num_key_value_heads": 2,
     "hidden_act": "gelu_pytorch_tanh",
@@ -41,18 +50,11 @@ _STARCODER2_DEFAULTS = {
     "use_bias": True,
     "tie_word_embeddings": True,
 }
-_STARCODER2_FIELDS = {"use_bias": SWITCH}
 
 
-def neox_arch(config: Mapping[str, Any]) -> ArchConfig:
+def neox_arch(config: HfConfig) -> ArchConfig:
     """Parse a GPT-NeoX config.json."""
-    config = {**_NEOX_DEFAULTS, **config}
     values = read_fields(config, _NEOX_FIELDS)
-    values |= read_fields(
-        {"rotary_emb_base": 1e4, **config}, {"rotary_emb_base": POSITIVE, "rope_theta": POSITIVE.or_null()}
-    )
-    size = FieldType("null, as hidden_size / num_attention_heads is the size of heads", lambda value: value is None)
-    read_fields(config, {"head_dim": size})
     shared = {
         "num_key_value_heads": None,
         "rope_theta": values["rotary_emb_base"],
@@ -69,22 +71,19 @@ def neox_arch(config: Mapping[str, Any]) -> ArchConfig:
     )
 
 
-def phi_arch(config: Mapping[str, Any]) -> ArchConfig:
+def phi_arch(config: HfConfig) -> ArchConfig:
     """Parse a Phi-1, 1.5 or 2 config.json."""
-    config = {**_PHI_DEFAULTS, **config}
-    read_fields(config, _PHI_FIELDS)
+    read_field(config, "qk_layernorm", _NO_QK_NORM)
     return _arch(config, "layer_norm_eps", fraction=0.5, parallel=True, qkv_bias=True, o_bias=True)
 
 
-def starcoder2_arch(config: Mapping[str, Any]) -> ArchConfig:
+def starcoder2_arch(config: HfConfig) -> ArchConfig:
     """Parse a StarCoder2 config.json."""
-    config = {**_STARCODER2_DEFAULTS, **config}
-    values = read_fields(config, _STARCODER2_FIELDS)
-    bias, windows = values["use_bias"], same_windows(config)
+    bias, windows = read_field(config, "use_bias", SWITCH), same_windows(config)
     return _arch(config, "norm_epsilon", windows=windows, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 
 
-def _arch(config: Mapping[str, Any], epsilon: str, *, fraction: float | None = None, **fields: Any) -> ArchConfig:
+def _arch(config: HfConfig, epsilon: str, *, fraction: float | None = None, **fields: Any) -> ArchConfig:
     """Parse Llama's fields, two of them under other names or with other values."""
     values = read_fields(config, {"hidden_act": one_of(ACTIVATIONS), epsilon: POSITIVE})
     return llama.arch(
@@ -107,7 +106,7 @@ def _project_fused(
 
 
 _neox_block = partial(block, attention=partial(attention, project=_project_fused))
-_NEOX_NAMES = Names(
+_NEOX_NAMES = TensorNames(
     embed="gpt_neox.embed_in",
     final_norm="gpt_neox.final_layer_norm",
     head="embed_out",
@@ -118,7 +117,7 @@ _NEOX_NAMES = Names(
     down="mlp.dense_4h_to_h",
     norm_parts=("weight", "bias"),
 )
-_PHI_NAMES = Names(
+_PHI_NAMES = TensorNames(
     final_norm="model.final_layernorm",
     out="self_attn.dense",
     mlp_norm=None,
@@ -127,11 +126,13 @@ _PHI_NAMES = Names(
     norm_parts=("weight", "bias"),
     head_bias=True,
 )
-_STARCODER2_NAMES = Names(gate_up=("mlp.c_fc",), down="mlp.c_proj", norm_parts=("weight", "bias"))
+_STARCODER2_NAMES = TensorNames(gate_up=("mlp.c_fc",), down="mlp.c_proj", norm_parts=("weight", "bias"))
 # Factors cannot move to a norm that two matrices read, or to values stored between queries and keys.
 _NEOX_FOLDS, _PHI_FOLDS = (UNGATED_FOLDS[0], UNGATED_FOLDS[2]), (Fold("qkv_proj", "o_proj", part=2),)
-NEOX = ModelFamily(neox_arch, partial(decoder_specs, names=_NEOX_NAMES), _neox_block, layer_norm, _NEOX_FOLDS)
-PHI = ModelFamily(phi_arch, partial(decoder_specs, names=_PHI_NAMES), block, layer_norm, _PHI_FOLDS)
-STARCODER2 = ModelFamily(
-    starcoder2_arch, partial(decoder_specs, names=_STARCODER2_NAMES), block, layer_norm, UNGATED_FOLDS
-)
+FAMILIES = {
+    "GPTNeoXForCausalLM": ModelFamily(neox_arch, _NEOX_NAMES, _NEOX_DEFAULTS, _neox_block, layer_norm, _NEOX_FOLDS),
+    "PhiForCausalLM": ModelFamily(phi_arch, _PHI_NAMES, _PHI_DEFAULTS, norm=layer_norm, folds=_PHI_FOLDS),
+    "Starcoder2ForCausalLM": ModelFamily(
+        starcoder2_arch, _STARCODER2_NAMES, _STARCODER2_DEFAULTS, norm=layer_norm, folds=UNGATED_FOLDS
+    ),
+}

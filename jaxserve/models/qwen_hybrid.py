@@ -1,6 +1,5 @@
 """Qwen3-Next and Qwen3.5: Gated DeltaNets, with gated attention in every fourth layer."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ from jaxtyping import Array, Float
 from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.delta_net import GatedDelta
-from jaxserve.layers.experts import Experts
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import Norm, offset_norm
 from jaxserve.layers.rope import pair_halves
@@ -20,9 +18,9 @@ from jaxserve.models import gated_delta_net, llama, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block, project_out
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import SIZE, SWITCH, read_fields
+from jaxserve.models.hf_config import SIZE, HfConfig, read_fields
 from jaxserve.models.layer_kinds import FULL, read_kinds
-from jaxserve.models.layer_tensors import GATED_SHARED, Names, decoder_specs
+from jaxserve.models.layer_tensors import GATED_SHARED, TensorNames
 from jaxserve.models.params import Params
 
 _LINEAR = "linear_attention"
@@ -39,7 +37,6 @@ _DEFAULTS = {
     "attn_output_gate": True,
 }
 _FIELDS = {
-    "num_hidden_layers": SIZE,
     "full_attention_interval": SIZE,
     "linear_conv_kernel_dim": SIZE,
     "linear_key_head_dim": SIZE,
@@ -48,7 +45,10 @@ _FIELDS = {
     "linear_num_value_heads": SIZE,
     "attn_output_gate": FieldType("true: attention without a gate is not supported", lambda value: value is True),
 }
+_DENSE_DEFAULTS = {**_DEFAULTS, "num_key_value_heads": 4}
 _NEXT_DEFAULTS = {
+    **_DEFAULTS,
+    "intermediate_size": 5632,
     "num_key_value_heads": 2,
     "num_experts": 512,
     "num_experts_per_tok": 10,
@@ -58,56 +58,44 @@ _NEXT_DEFAULTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
-_MOE_FIELDS = {
-    "moe_intermediate_size": SIZE,
-    "shared_expert_intermediate_size": SIZE,
-    "norm_topk_prob": SWITCH,
-}
+_MOE_DEFAULTS = {**_NEXT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8}
 
 
-def next_arch(config: Mapping[str, Any]) -> ArchConfig:
+def next_arch(config: HfConfig) -> ArchConfig:
     """Parse a Qwen3-Next config.json."""
-    config = {**_NEXT_DEFAULTS, "intermediate_size": 5632, **config}
-    return _arch(config, dense_layers=moe.dense_layers(config), experts=_experts(config))
+    experts = moe.read_qwen_experts(config, has_shared=True)
+    return _arch(config, is_grouped=True, dense_layers=moe.dense_layers(config), experts=experts)
 
 
-def dense_arch(config: Mapping[str, Any]) -> ArchConfig:
+def dense_arch(config: HfConfig) -> ArchConfig:
     """Parse a dense Qwen3.5 text config.json."""
-    return _arch({"num_key_value_heads": 4, **config})
+    return _arch(config)
 
 
-def moe_arch(config: Mapping[str, Any]) -> ArchConfig:
+def moe_arch(config: HfConfig) -> ArchConfig:
     """Parse a Qwen3.5-MoE text config.json: all layers have experts, whose weights sum to one."""
-    config = {**_NEXT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8, **config, "norm_topk_prob": True}
-    return _arch({**config, "intermediate_size": config["moe_intermediate_size"]}, experts=_experts(config))
+    config = {**config, "norm_topk_prob": True, "intermediate_size": config["moe_intermediate_size"]}
+    return _arch(config, experts=moe.read_qwen_experts(config, has_shared=True))
 
 
-def _experts(config: Mapping[str, Any]) -> Experts:
-    values = read_fields(config, _MOE_FIELDS)
-    return moe.read_experts(
-        config,
-        size="moe_intermediate_size",
-        normalized=values["norm_topk_prob"],
-        shared_ffn_size=values["shared_expert_intermediate_size"],
-    )
+def _arch(config: HfConfig, *, is_grouped: bool = False, **overrides: Any) -> ArchConfig:
+    """Parse the fields that all of these models have.
 
-
-def _arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
-    config = {**_DEFAULTS, **config}
+    Args:
+        config: content of config.json.
+        is_grouped: see `GatedDelta`.
+        overrides: as in `llama.arch`.
+    """
     values = read_fields(config, _FIELDS)
     interval = values["full_attention_interval"]
-    kinds = read_kinds(
-        config,
-        values["num_hidden_layers"],
-        lambda layer: _LINEAR if (layer + 1) % interval else FULL,
-        (FULL, _LINEAR),
-    )
+    kinds = read_kinds(config, lambda layer: _LINEAR if (layer + 1) % interval else FULL, (FULL, _LINEAR))
     sizes = GatedDelta(
         num_key_heads=values["linear_num_key_heads"],
         num_value_heads=values["linear_num_value_heads"],
         key_dim=values["linear_key_head_dim"],
         value_dim=values["linear_value_head_dim"],
         width=values["linear_conv_kernel_dim"],
+        is_grouped=is_grouped,
     )
     if sizes.num_value_heads % sizes.num_key_heads:
         raise ConfigError(
@@ -139,19 +127,10 @@ def _gated_attention(
     return project_out(p, out * jax.nn.sigmoid(gate), tokens, arch, residual), tokens
 
 
-_next_block, _block = (
-    partial(block, attention=_gated_attention, recurrent=partial(gated_delta_net.delta, is_grouped=is_grouped))
-    for is_grouped in (True, False)
-)
-_next_specs, _specs = (
-    partial(
-        decoder_specs,
-        names=Names(norm_init="zeros"),
-        moe=GATED_SHARED,
-        mixer_specs=partial(gated_delta_net.delta_specs, is_grouped=is_grouped),
-    )
-    for is_grouped in (True, False)
-)
-QWEN3_NEXT = ModelFamily(next_arch, _next_specs, _next_block, offset_norm)
-QWEN3_5 = ModelFamily(dense_arch, _specs, _block, offset_norm)
-QWEN3_5_MOE = ModelFamily(moe_arch, _specs, _block, offset_norm)
+_block = partial(block, attention=_gated_attention, recurrent=gated_delta_net.delta)
+_NAMES = TensorNames(norm_init="zeros", moe=GATED_SHARED, mixer=gated_delta_net.delta_specs)
+FAMILIES = {
+    "Qwen3NextForCausalLM": ModelFamily(next_arch, _NAMES, _NEXT_DEFAULTS, _block, offset_norm, folds=()),
+    "Qwen3_5ForCausalLM": ModelFamily(dense_arch, _NAMES, _DENSE_DEFAULTS, _block, offset_norm, folds=()),
+    "Qwen3_5MoeForCausalLM": ModelFamily(moe_arch, _NAMES, _MOE_DEFAULTS, _block, offset_norm, folds=()),
+}

@@ -37,49 +37,11 @@ from jaxserve.weights import CheckpointError, read_schemes
 
 # Fields that a multimodal config.json may have only at its top level.
 _TOP_LEVEL_FIELDS = ("dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
-FAMILIES: Mapping[str, ModelFamily] = {
-    "LlamaForCausalLM": llama.LLAMA,
-    "MistralForCausalLM": mistral.MISTRAL,
-    "MinistralForCausalLM": mistral.MISTRAL,
-    "Qwen2ForCausalLM": qwen.QWEN2,
-    "Qwen3ForCausalLM": qwen.QWEN3,
-    "Gemma2ForCausalLM": gemma.GEMMA2,
-    "Gemma3ForCausalLM": gemma.GEMMA3,
-    "Gemma4ForCausalLM": gemma4.GEMMA4,
-    "GPT2LMHeadModel": gpt.GPT2,
-    "GPTNeoForCausalLM": gpt.GPT_NEO,
-    "GraniteForCausalLM": granite.GRANITE,
-    "GraniteMoeForCausalLM": granite.GRANITE_MOE,
-    "GraniteMoeSharedForCausalLM": granite.GRANITE_MOE_SHARED,
-    "GraniteMoeHybridForCausalLM": granite.GRANITE_MOE_HYBRID,
-    "GraniteSWAForCausalLM": granite.GRANITE_SWA,
-    "MixtralForCausalLM": moe.MIXTRAL,
-    "Qwen2MoeForCausalLM": moe.QWEN2_MOE,
-    "Qwen3MoeForCausalLM": moe.QWEN3_MOE,
-    "OlmoeForCausalLM": moe.OLMOE,
-    "Phi3ForCausalLM": phi3.PHI3,
-    "SmolLM3ForCausalLM": llama_variants.SMOLLM3,
-    "SeedOssForCausalLM": llama_variants.SEED_OSS,
-    "ArceeForCausalLM": llama_variants.ARCEE,
-    "Ministral3ForCausalLM": mistral.MINISTRAL3,
-    "Olmo2ForCausalLM": olmo.OLMO2,
-    "Olmo3ForCausalLM": olmo.OLMO3,
-    "GlmForCausalLM": glm.GLM,
-    "Glm4ForCausalLM": glm.GLM4,
-    "CohereForCausalLM": cohere.COHERE,
-    "Cohere2ForCausalLM": cohere.COHERE2,
-    "GPTNeoXForCausalLM": neox.NEOX,
-    "PhiForCausalLM": neox.PHI,
-    "Starcoder2ForCausalLM": neox.STARCODER2,
-    "DeepseekV2ForCausalLM": deepseek.DEEPSEEK_V2,
-    "DeepseekV3ForCausalLM": deepseek.DEEPSEEK_V3,
-    "Glm4MoeLiteForCausalLM": deepseek.GLM4_MOE_LITE,
-    "GptOssForCausalLM": gpt_oss.GPT_OSS,
-    "Qwen3NextForCausalLM": qwen_hybrid.QWEN3_NEXT,
-    "Qwen3_5ForCausalLM": qwen_hybrid.QWEN3_5,
-    "Qwen3_5MoeForCausalLM": qwen_hybrid.QWEN3_5_MOE,
-    "Qwen3VLMoeForConditionalGeneration": moe.QWEN3_VL_MOE,
-}
+_MODULES = (
+    *(cohere, deepseek, gemma, gemma4, glm, gpt, gpt_oss, granite, llama, llama_variants, mistral, moe, neox, olmo),
+    *(phi3, qwen, qwen_hybrid),
+)
+FAMILIES: dict[str, ModelFamily] = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
 
 
 # Multimodal architectures and the text architecture that is served, by the text part's model_type if there are several.

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.layers.linear import linear
-from jaxserve.models import decoder, gpt, registry
+from jaxserve.models import decoder, registry
 from jaxserve.models.block import attention, block, project_out
 from jaxserve.models.kv_layout import NO_GROUP
 from jaxserve.models.layer_spec import EXTERNAL
@@ -34,7 +34,11 @@ def test_cross_attention_reads_an_encoder_and_keeps_no_tokens(monkeypatch):
     arch = registry.from_hf_config(hf_dict("gpt2"))
     specs = [(replace(layer, mlp=None), layer.attending(kv_source=EXTERNAL)) for layer in arch.layers]
     arch = replace(arch, architecture="Toy", layers=sum(specs, ()))
-    toy = replace(gpt.GPT2, block=partial(block, attention=attend), layer_inputs=lambda params, *_: params["encoder"])
+    toy = replace(
+        registry.FAMILIES["GPT2LMHeadModel"],
+        block=partial(block, attention=attend),
+        layer_inputs=lambda params, *_: params["encoder"],
+    )
     monkeypatch.setitem(registry.FAMILIES, "Toy", toy)
     states, token_ids = np.random.default_rng(0).standard_normal((9, arch.hidden_size), np.float32), np.arange(20)
     model = build_model("gpt2", add_cross_attention=True)
