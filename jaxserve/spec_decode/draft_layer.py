@@ -26,13 +26,11 @@ from typing import Any, Literal, no_type_check
 
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.rows import Rows, place_tokens, ragged_rows
-from jaxserve.execution.sampling import SamplingRows
 from jaxserve.execution.state import CLIPPED, ServeState, new_pool
 from jaxserve.layers.linear import embed, linear
 from jaxserve.layers.norm import rms_norm
@@ -42,16 +40,16 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.scheduling.schedule_config import ScheduleConfig
-from jaxserve.spec_decode.draft_sampling import draw_draft, over_vocabulary
+from jaxserve.spec_decode.draft_sampling import draft_chain, over_vocabulary
 from jaxserve.spec_decode.medusa import whole_logits
 
 
 @dataclass(frozen=True)
 class LayerHead:
-    """Draft layer method and sizes.
+    """Method and sizes of a draft layer.
 
     Attributes:
-        method: the way embedding and feature enter.
+        method: the way in which embedding and feature enter.
         arch: layer sizes, per device if it is sharded.
         feature_layers: model layers whose inputs make the feature; empty for the hidden state after the final norm.
         norms_residual: True if EAGLE-3's residual stream starts from the normed feature.
@@ -79,17 +77,6 @@ class DraftLayerState:
     kv_pages: Pages
     feature: Float[Array, "S D"]
     is_known: Bool[Array, " S"]
-
-
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
-@struct.dataclass
-class _Drafting:
-    """State of drafting: the pool, and each row's feature, tokens and weights so far."""
-
-    kv_pages: Pages
-    feature: Float[Array, "R D"]
-    token_ids: Int[Array, "R K"]
-    weights: Float[Array, "K R V"]
 
 
 @dataclass(frozen=True)
@@ -133,6 +120,7 @@ class DraftLayer:
         return self.head.feature_layers
 
     def new_state(self) -> DraftLayerState:
+        """Return an empty pool and no known features."""
         s, arch = self.schedule, self.head.arch
         return DraftLayerState(
             kv_pages=new_pool(arch, s.num_pages, s.page_size, kv_dtype=jnp.dtype(self.kv_dtype), backend=self.backend),
@@ -141,6 +129,7 @@ class DraftLayer:
         )
 
     def admit(self, state: DraftLayerState, slot: Int[Array, " A"]) -> DraftLayerState:
+        """Return the state without features for these slots; slots out of range are padding."""
         return dataclasses.replace(state, is_known=state.is_known.at[slot].set(False, mode="drop"))
 
     def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> Any:
@@ -155,7 +144,17 @@ class DraftLayer:
         token_ids: Int[Array, " T"],
         observed: Float[Array, "T observed"],
     ) -> DraftLayerState:
-        """Compute the entries of all positions whose next token is known: all but the last, whose feature is kept."""
+        """Return the new state after the model has computed tokens.
+
+        Its pool then has an entry for each feature whose next token is known; each row's last feature is kept.
+
+        Args:
+            params: parameters for model and proposer.
+            state: state with all sequences.
+            rows: rows with these tokens.
+            token_ids: tokens on the rows' token axis.
+            observed: the tokens' hidden states, concatenated over the feature layers.
+        """
         draft: DraftLayerState = state.draft
         feature = project_features(params[1], self.head, observed.astype(self.dtype))
         # A row's first token pairs with the feature kept from the previous step, if there was one.
@@ -188,41 +187,28 @@ class DraftLayer:
         base_seed: UInt32[Array, ""],
     ) -> tuple[Drafts, Any]:
         """Draft token by token, each sampled with the row's parameters."""
-        R, K, V = rows.slot.shape[0], self.max_drafts, self.vocab_size
         own: DraftLayerState = state.draft
         num_drafts = jnp.where(own.is_known.at[rows.slot].get(**CLIPPED), num_drafts, 0)
-        records = state.sequences.records.at[rows.slot].get(**CLIPPED)
         known = state.slots.token_history.at[rows.slot, rows.start.history].get(**CLIPPED)
 
-        def draft(index: Int[Array, ""], so_far: _Drafting) -> _Drafting:
-            live = index < num_drafts
+        def compute(
+            index: Int[Array, ""], live: Bool[Array, " R"], drafted: Int[Array, "R K"], carry: tuple[Array, Pages]
+        ) -> tuple[Float[Array, "R V"], tuple[Array, Pages]]:
+            """Return the logits after the token before `index`, and the next feature and pool."""
+            feature, kv_pages = carry
             at = rows.moved(jnp.maximum(index - 1, -rows.start.cached), live.astype(jnp.int32))
-            row, _, (_, position, _), is_token = place_tokens(at, R)
-            drafted = so_far.token_ids.at[:, index - 1].get(**CLIPPED)
-            ids = jnp.where(index == 0, known, drafted)[row]
-            feature = so_far.feature[row]
-            hidden, kv_pages = self._forward(params, state, at, ids, feature, position, is_token, so_far.kv_pages)
+            row, _, (_, position, _), is_token = place_tokens(at, rows.slot.shape[0])
+            ids = jnp.where(index == 0, known, drafted.at[:, index - 1].get(**CLIPPED))[row]
+            hidden, kv_pages = self._forward(params, state, at, ids, feature[row], position, is_token, kv_pages)
             hidden = hidden.at[at.cu_q_lens[1:] - 1].get(**CLIPPED)
             normed = rms_norm(hidden, params[1]["final_norm"], self.head.arch.norm_eps)
-            sampling = SamplingRows(records, rows.start.history + 1 + index, live)
-            logits = self._logits(params, normed)
-            token_ids, weights = draw_draft(logits, sampling, index, so_far.weights, base_seed)
-            return _Drafting(
-                kv_pages=kv_pages,
-                feature=normed if self.head.norms_output else hidden,
-                token_ids=lax.dynamic_update_slice(so_far.token_ids, token_ids[:, None], (0, index)),
-                weights=weights,
-            )
+            return self._logits(params, normed), (normed if self.head.norms_output else hidden, kv_pages)
 
-        drafting = _Drafting(
-            kv_pages=own.kv_pages,
-            feature=own.feature.at[rows.slot].get(**CLIPPED),
-            token_ids=jnp.zeros((R, K), jnp.int32),
-            weights=jnp.zeros((K, R, V), jnp.float32),
+        first = own.feature.at[rows.slot].get(**CLIPPED), own.kv_pages
+        drafts, (_, kv_pages) = draft_chain(
+            state, rows, num_drafts, base_seed, compute, first, max_drafts=self.max_drafts, vocab_size=self.vocab_size
         )
-        drafting = lax.fori_loop(0, jnp.max(num_drafts), draft, drafting)
-        drafts = Drafts(drafting.token_ids, num_drafts, drafting.weights)
-        return drafts, dataclasses.replace(own, kv_pages=drafting.kv_pages)
+        return drafts, dataclasses.replace(own, kv_pages=kv_pages)
 
     def _forward(
         self,
@@ -235,7 +221,18 @@ class DraftLayer:
         live: Bool[Array, " T"],
         kv_pages: Pages,
     ) -> tuple[Float[Array, "T D"], Pages]:
-        """Return the layer's outputs for features and the tokens that follow them, and the pool."""
+        """Return the layer's outputs and its updated pool.
+
+        Args:
+            params: parameters for model and proposer.
+            state: state with all sequences.
+            rows: rows on the token axis.
+            token_ids: tokens that follow the features.
+            feature: features.
+            position: positions of the features.
+            live: mask of tokens that are no padding.
+            kv_pages: the layer's KV pool.
+        """
         target, own = params
         table, axis = (own["embed"], None) if "embed" in own else (target["embed"], self.target.vocab_axis)
         embedding = embed(token_ids, table, dtype=feature.dtype, axis=axis)
@@ -248,6 +245,7 @@ class DraftLayer:
         return x, PagedAttention.after(tokens).kv_pages
 
     def _logits(self, params: BothParams, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        """Return logits over the model's vocabulary, from the layer's own matrix or the model's."""
         target, own = params
         if "lm_head" in own:
             logits = linear(hidden, own["lm_head"], dtype=jnp.float32)
@@ -257,16 +255,20 @@ class DraftLayer:
 
 
 def project_features(own: Params, head: LayerHead, observed: Float[Array, "T observed"]) -> Float[Array, "T D"]:
-    """Return the features of tokens from the hidden states that the model computed for them."""
-    x = observed
+    """Return the features for a draft layer: hidden states of the model, for EAGLE-3 normalised and projected.
+
+    Args:
+        own: parameters as `DraftLayer` lists them.
+        head: layer method and sizes.
+        observed: the model's hidden states, concatenated over the feature layers.
+    """
     if "fc" not in own:
-        return x
+        return observed
     if "fc_norm" in own:  # one norm over the whole vector, or one per layer
-        norms, eps = own["fc_norm"], head.arch.norm_eps
-        x = jnp.concatenate(
-            [rms_norm(part, norm, eps) for part, norm in zip(jnp.split(x, len(norms), 1), norms, strict=True)], 1
-        )
-    return linear(x, own["fc"])
+        norms = own["fc_norm"]
+        parts = zip(jnp.split(observed, len(norms), 1), norms, strict=True)
+        observed = jnp.concatenate([rms_norm(part, norm, head.arch.norm_eps) for part, norm in parts], 1)
+    return linear(observed, own["fc"])
 
 
 def apply_layer(

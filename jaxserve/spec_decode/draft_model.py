@@ -26,7 +26,6 @@ from jaxserve.api.token_tree import TokenTree
 from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.rows import Rows, num_draftable, place_tokens, ragged_rows
-from jaxserve.execution.sampling import SamplingRows
 from jaxserve.execution.state import CLIPPED, Lengths, ServeState, new_pool
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder
@@ -34,7 +33,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.scheduling.schedule_config import ScheduleConfig
-from jaxserve.spec_decode.draft_sampling import draw_draft, over_vocabulary
+from jaxserve.spec_decode.draft_sampling import draft_chain, over_vocabulary
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -49,22 +48,6 @@ class DraftState:
 
     kv_pages: Pages
     length: Int[Array, " S"]
-
-
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
-@struct.dataclass
-class _Drafting:
-    """Loop state while drafting.
-
-    Attributes:
-        kv_pages: the draft model's KV pool.
-        token_ids: drafted tokens; later columns are not filled in yet.
-        weights: unnormalised probabilities from which they were sampled; None for trees, whose tokens are not sampled.
-    """
-
-    kv_pages: Pages
-    token_ids: Int[Array, "R N"]
-    weights: Float[Array, "K R V"] | None
 
 
 @dataclass(frozen=True)
@@ -102,15 +85,24 @@ class DraftModel:
         return self.max_drafts if self.tree is None else self.tree.num_nodes
 
     def new_state(self) -> DraftState:
+        """Return an empty pool."""
         s = self.schedule
         pool = new_pool(self.arch, s.num_pages, s.page_size, kv_dtype=jnp.dtype(self.kv_dtype), backend=self.backend)
         return DraftState(kv_pages=pool, length=jnp.zeros(s.max_num_seqs, jnp.int32))
 
     def admit(self, state: DraftState, slot: Int[Array, " A"]) -> DraftState:
+        """Return the state with nothing cached for these slots; slots out of range are padding."""
         return dataclasses.replace(state, length=state.length.at[slot].set(0, mode="drop"))
 
     def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> DraftState:
-        """Return the state with each row's length extended by its accepted drafts."""
+        """Return the state after a round, with each row's length extended by its accepted drafts.
+
+        Args:
+            state: state with all sequences, and lengths after the round.
+            rows: rows in the round.
+            drafts: drafts of the round.
+            path: node taken by each row at each depth; a tree's entries are moved accordingly.
+        """
         own = state.draft
         if self.tree is not None:
             table_row = state.sequences.table_rows(rows.slot)[self.kv_group]
@@ -135,9 +127,8 @@ class DraftModel:
         # Drafts past the draft model's maximum length would be worthless.
         num_drafts = jnp.minimum(num_drafts, jnp.maximum(self.arch.max_position - 1 - rows.start.position, 0))
         missing = rows.start.history - state.draft.length.at[rows.slot].get(**CLIPPED)
-        missing = jnp.where(
-            num_drafts > 0, jnp.minimum(missing, rows.start.cached), 0
-        )  # dropped tokens have no entries
+        # dropped tokens have no entries
+        missing = jnp.where(num_drafts > 0, jnp.minimum(missing, rows.start.cached), 0)
         _, draft_params = params
         kv_pages, missing = self._catch_up(draft_params, state, rows, missing)
         state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, kv_pages=kv_pages))
@@ -156,29 +147,29 @@ class DraftModel:
         num_drafts: Int[Array, " R"],
         base_seed: UInt32[Array, ""],
     ) -> tuple[Drafts, Pages]:
-        """Draft token by token, each sampled with the row's parameters."""
-        R, K, V = rows.slot.shape[0], self.max_drafts, self.vocab_size
-        records = state.sequences.records.at[rows.slot].get(**CLIPPED)
+        """Draft token by token, each sampled with the row's parameters; return the drafts and the pool.
 
-        def draft(index: Int[Array, ""], so_far: _Drafting) -> _Drafting:
-            live = index < num_drafts
+        Args:
+            params: draft model parameters.
+            state: state with all sequences.
+            rows: rows in the round.
+            missing: number of tokens, at most 1, that the pool lacks before each row's last known token.
+            num_drafts: tokens to draft per row.
+            base_seed: engine seed.
+        """
+        num_tokens = 2 * rows.slot.shape[0]
+
+        def compute(
+            index: Int[Array, ""], live: Bool[Array, " R"], drafted: Int[Array, "R K"], kv_pages: Pages
+        ) -> tuple[Float[Array, "R V"], Pages]:
+            """Return the logits after the token before `index`, and the pool."""
             by = jnp.where(index == 0, -missing, index)
             at = rows.moved(by, jnp.where(live, 1 + index - by, 0))
-            hidden, kv_pages = self._forward(params, state, at, rows.start, so_far.token_ids, so_far.kv_pages, 2 * R)
-            logits = self._logits(params, hidden.at[at.cu_q_lens[1:] - 1].get(**CLIPPED))
-            sampling = SamplingRows(records, rows.start.history + 1 + index, live)
-            assert so_far.weights is not None, "tokens of a chain are sampled"
-            token_ids, weights = draw_draft(logits, sampling, index, so_far.weights, base_seed)
-            token_ids = lax.dynamic_update_slice(so_far.token_ids, token_ids[:, None], (0, index))
-            return _Drafting(kv_pages=kv_pages, token_ids=token_ids, weights=weights)
+            hidden, kv_pages = self._forward(params, state, at, rows.start, drafted, kv_pages, num_tokens)
+            return self._logits(params, hidden.at[at.cu_q_lens[1:] - 1].get(**CLIPPED)), kv_pages
 
-        drafting = _Drafting(
-            kv_pages=state.draft.kv_pages,
-            token_ids=jnp.zeros((R, K), jnp.int32),
-            weights=jnp.zeros((K, R, V), jnp.float32),
-        )
-        drafting = lax.fori_loop(0, jnp.max(num_drafts), draft, drafting)
-        return Drafts(drafting.token_ids, num_drafts, drafting.weights), drafting.kv_pages
+        pool, K, V = state.draft.kv_pages, self.max_drafts, self.vocab_size
+        return draft_chain(state, rows, num_drafts, base_seed, compute, pool, max_drafts=K, vocab_size=V)
 
     def _draft_tree(
         self,
@@ -189,48 +180,59 @@ class DraftModel:
         num_drafts: Int[Array, " R"],
         tree: TokenTree,
     ) -> tuple[Drafts, Pages]:
-        """Draft each inner node's most likely children, level by level.
+        """Draft each inner node's most likely children, level by level; return the drafts and the pool.
 
         Each level recomputes all earlier nodes: attention sees a tree only among the tokens of one call, and reads the
         weights once for all of them.
+
+        Args:
+            params: draft model parameters.
+            state: state with all sequences.
+            rows: rows in the round.
+            missing: number of tokens, at most 1, that the pool lacks before each row's last known token.
+            num_drafts: levels to draft per row.
+            tree: tree shape.
         """
         R, N = rows.slot.shape[0], tree.num_nodes
         num_within, levels = jnp.array(tree.num_within), jnp.array(tree.levels)
-        parent_index = np.array(
-            [tree.levels[tree.depth[node]].index(node) for node in tree.parent]
-        )  # its index in its level
+        # each node's parent, as an index in the parent's level
+        parent_index = np.array([tree.levels[tree.depth[node]].index(node) for node in tree.parent])
         max_nodes = num_draftable(state.sequences, rows)  # later nodes are cut; ancestors precede their descendants
         words, rank, depth = jnp.array([0, *tree.ancestors]), np.array(tree.rank), jnp.array([tree.depth[1:]])
 
-        def draft(level: Int[Array, ""], so_far: _Drafting) -> _Drafting:
+        def draft(level: Int[Array, ""], so_far: tuple[Array, Pages]) -> tuple[Array, Pages]:
+            """Fill in the tokens of a level."""
+            token_ids, kv_pages = so_far
             live = level < num_drafts
             before = jnp.where(level == 0, missing, 0)
             num_nodes = jnp.minimum(num_within[level], max_nodes)
             at = rows.moved(-before, jnp.where(live, before + 1 + num_nodes, 0))
-            hidden, kv_pages = self._forward(
-                params, state, at, rows.start, so_far.token_ids, so_far.kv_pages, R * (N + 1), words
-            )
-            parents = levels[level]
-            token = at.cu_q_lens[:-1, None] + before[:, None] + parents[None]
+            hidden, kv_pages = self._forward(params, state, at, rows.start, token_ids, kv_pages, R * (N + 1), words)
+            token = at.cu_q_lens[:-1, None] + before[:, None] + levels[level][None]
             logits = self._logits(params, hidden.at[token.reshape(-1)].get(**CLIPPED))
             _, likely = lax.top_k(logits, max(tree.rank) + 1)
             likely = likely.reshape(R, len(tree.levels[0]), -1)
-            drafted = likely[:, parent_index, rank]
-            token_ids = jnp.where(depth == level + 1, drafted, so_far.token_ids)
-            return _Drafting(kv_pages=kv_pages, token_ids=token_ids, weights=None)
+            return jnp.where(depth == level + 1, likely[:, parent_index, rank], token_ids), kv_pages
 
-        drafting = _Drafting(kv_pages=state.draft.kv_pages, token_ids=jnp.zeros((R, N), jnp.int32), weights=None)
-        drafting = lax.fori_loop(0, jnp.max(num_drafts), draft, drafting)
+        so_far = jnp.zeros((R, N), jnp.int32), state.draft.kv_pages
+        token_ids, kv_pages = lax.fori_loop(0, jnp.max(num_drafts), draft, so_far)
         ancestors = jnp.broadcast_to(words[1:], (R, N))
-        return Drafts(drafting.token_ids, num_within[num_drafts], None, ancestors), drafting.kv_pages
+        return Drafts(token_ids, num_within[num_drafts], None, ancestors), kv_pages
 
     def _catch_up(
         self, params: Params, state: ServeState, rows: Rows, missing: Int[Array, " R"]
     ) -> tuple[Pages, Int[Array, " R"]]:
-        """Compute each row's missing tokens but the last one or two, with which drafting begins."""
+        """Compute the tokens that the pool lacks before each row's last known one, chunk by chunk.
 
-        def lags(carry: tuple[Pages, Array]) -> Bool[Array, ""]:
-            return jnp.any(carry[1] > 1)
+        Args:
+            params: draft model parameters.
+            state: state with all sequences.
+            rows: rows in the round.
+            missing: number of these tokens per row.
+
+        Returns:
+            The pool, and the number of tokens per row that it still lacks, at most 1.
+        """
 
         def compute(carry: tuple[Pages, Array]) -> tuple[Pages, Array]:
             kv_pages, missing = carry
@@ -241,7 +243,9 @@ class DraftModel:
             _, kv_pages = self._forward(params, state, at, rows.start, token_ids, kv_pages, self.chunk)
             return kv_pages, missing - q_lens
 
-        caught_up: tuple[Pages, Array] = lax.while_loop(lags, compute, (state.draft.kv_pages, missing))
+        caught_up: tuple[Pages, Array] = lax.while_loop(
+            lambda carry: jnp.any(carry[1] > 1), compute, (state.draft.kv_pages, missing)
+        )
         return caught_up
 
     def _forward(
@@ -255,9 +259,17 @@ class DraftModel:
         num_tokens: int,
         words: Int[Array, " N1"] | None = None,
     ) -> tuple[Float[Array, "T D"], Pages]:
-        """Return hidden states for rows whose tokens after `last` are drafts, and the pool.
+        """Run the draft model; return hidden states on the token axis, and the pool.
 
-        For a tree, `words` are the ancestor bits by node; rows with drafts then begin at `last`.
+        Args:
+            params: draft model parameters.
+            state: state with all sequences.
+            rows: rows to compute.
+            last: lengths up to each row's last known token; all later tokens are drafts.
+            drafted: drafts so far.
+            kv_pages: the draft model's KV pool.
+            num_tokens: length of the token axis, T.
+            words: ancestor bits by tree node; None for a chain.
         """
         row, offset, (history, position, _), live = place_tokens(rows, num_tokens)
         known = state.slots.token_history.at[rows.slot[row], history].get(**CLIPPED)

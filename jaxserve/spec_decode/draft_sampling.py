@@ -1,11 +1,18 @@
 """Draft sampling for proposers that sample their tokens."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxserve.execution.proposer import Drafts
+from jaxserve.execution.rows import Rows
 from jaxserve.execution.sampling import DRAFT, SamplingRows, draw_by_weight, token_weights
-from jaxserve.execution.state import CLIPPED
+from jaxserve.execution.state import CLIPPED, ServeState
+
+Carry = TypeVar("Carry")
 
 
 def over_vocabulary(
@@ -22,6 +29,50 @@ def over_vocabulary(
         return jnp.where(outputs[None] >= 0, logits.at[:, outputs].get(**CLIPPED), -jnp.inf)
     missing = max(vocab_size - logits.shape[1], 0)
     return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)[:, :vocab_size]
+
+
+def draft_chain(
+    state: ServeState,
+    rows: Rows,
+    num_drafts: Int[Array, " R"],
+    base_seed: UInt32[Array, ""],
+    compute: Callable[[Int[Array, ""], Bool[Array, " R"], Int[Array, "R K"], Carry], tuple[Float[Array, "R V"], Carry]],
+    carry: Carry,
+    *,
+    max_drafts: int,
+    vocab_size: int,
+) -> tuple[Drafts, Carry]:
+    """Draft a chain for each row, token by token, each sampled with the row's parameters.
+
+    Args:
+        state: state with all sequences.
+        rows: rows in the round.
+        num_drafts: tokens to draft per row.
+        base_seed: engine seed.
+        compute: function that returns the draft logits of the next token and a new carry. Its arguments are the token's
+            index in the chain, a mask of the rows that draft it, the tokens drafted so far, and the last carry.
+        carry: carry for the first token: any pytree.
+        max_drafts: maximum drafts per row, K.
+        vocab_size: vocabulary size, V.
+
+    Returns:
+        The drafts, and the last carry.
+    """
+    R = rows.slot.shape[0]
+    records = state.sequences.records.at[rows.slot].get(**CLIPPED)
+
+    def draft(index: Int[Array, ""], so_far: tuple[Array, Array, Carry]) -> tuple[Array, Array, Carry]:
+        token_ids, weights, carry = so_far
+        live = index < num_drafts
+        logits, carry = compute(index, live, token_ids, carry)
+        sampling = SamplingRows(records, rows.start.history + 1 + index, live)
+        drawn, weights = draw_draft(logits, sampling, index, weights, base_seed)
+        return lax.dynamic_update_slice(token_ids, drawn[:, None], (0, index)), weights, carry
+
+    token_ids = jnp.zeros((R, max_drafts), jnp.int32)
+    weights = jnp.zeros((max_drafts, R, vocab_size), jnp.float32)
+    token_ids, weights, carry = lax.fori_loop(0, jnp.max(num_drafts), draft, (token_ids, weights, carry))
+    return Drafts(token_ids, num_drafts, weights), carry
 
 
 def draw_draft(

@@ -46,7 +46,7 @@ _MEDUSA_BLOCK = re.compile(r"(?:blocks\.)?(\d+)\.(?:layers\.)?(\d+)\.(?:linear\.
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read the config.json of a head; ConfigError if there is none."""
+    """Read the config.json in a draft head's directory; ConfigError if there is none."""
     try:
         return read_object(directory / "config.json")
     except CheckpointError as error:
@@ -87,22 +87,22 @@ def load_medusa(directory: Path, arch: ArchConfig, dtype: DTypeLike) -> Params:
             name_by_layer[int(match[1]), int(match[2])] = name
     specs = []
     for (head, layer), name in sorted(name_by_layer.items()):
-        path = ("blocks", head, layer)
-        specs.append(ParamSpec((*path, "weight"), (D, D), (None, None), (name,), (D,)))
+        specs.append(_replicated(name, ("blocks", head, layer, "weight"), D, D))
         bias = name.removesuffix("weight") + "bias"
         if bias in tensors:
-            specs.append(ParamSpec((*path, "bias"), (D,), (None,), (bias,), (D,)))
+            specs.append(_replicated(bias, ("blocks", head, layer, "bias"), D))
     num_layers = Counter(head for head, _ in name_by_layer)
     num_heads = len(num_layers)
     if not num_heads:
-        raise ConfigError(f"Medusa heads for this model must have matrices of {(D, D)}, got {_shapes(tensors)}")
+        shapes = brief({name: tensor.shape for name, tensor in tensors.items()})
+        raise ConfigError(f"Medusa heads for this model must have matrices of {(D, D)}, got {shapes}")
     if name_by_layer.keys() != {(head, layer) for head in range(num_heads) for layer in range(num_layers[head])}:
         raise ConfigError(f"Medusa heads and their layers must count from 0, got {sorted(name_by_layer.values())}")
     blocks = {spec.hf_names[0] for spec in specs}
     rest = sorted(name for name in tensors if name not in blocks)
     if rest:
         names = _lm_heads(num_heads, rest)
-        specs += [ParamSpec(("lm_heads", head), (V, D), (None, None), (name,), (V,)) for head, name in enumerate(names)]
+        specs += [_replicated(name, ("lm_heads", head), V, D) for head, name in enumerate(names)]
     try:
         params = assemble(tensors, specs, dtype)
     except CheckpointError as error:
@@ -110,8 +110,13 @@ def load_medusa(directory: Path, arch: ArchConfig, dtype: DTypeLike) -> Params:
     return {"lm_heads": []} | params
 
 
+def _replicated(name: str, path: tuple[str | int, ...], *shape: int) -> ParamSpec:
+    """Return the specification of a parameter at `path` that each device holds whole, as the tensor `name` has it."""
+    return ParamSpec(path, shape, (None,) * len(shape), (name,), shape[:1])
+
+
 def _lm_heads(num_heads: int, names: Sequence[str]) -> list[str]:
-    """Return the name of each head's logits matrix."""
+    """Return the tensor name of each Medusa head's logits matrix, out of these names."""
     by_head = {int(match[1]): name for name in names if (match := re.match(r"(?:lm_heads\.)?(\d+)\.", name))}
     if sorted(by_head) != list(range(num_heads)) or len(names) != num_heads:
         raise ConfigError(f"Medusa heads must have one matrix for the logits each, or none, got {list(names)}")
@@ -212,7 +217,7 @@ def _feature_layers(config: dict[str, Any], target: ArchConfig) -> tuple[int, ..
 def layer_specs(
     head: LayerHead, target: ArchConfig, tensors: Mapping[str, Any], num_outputs: int | None = None
 ) -> list[ParamSpec]:
-    """Return one row per draft layer tensor.
+    """Return the specification of each of a draft layer's tensors.
 
     Args:
         head: layer method and sizes.
@@ -223,40 +228,34 @@ def layer_specs(
     arch = head.arch
     D, V = arch.hidden_size, target.vocab_size
 
-    def vector(name: str, size: int = D) -> ParamSpec:
-        return ParamSpec((name,), (size,), (None,), (name,), (size,))
-
-    def matrix(name: str, rows: int, inner: int) -> ParamSpec:
-        return ParamSpec((name,), (rows, inner), (None, None), (name,), (rows,))
-
     specs = draft_head.param_specs(arch, wide=head.method == "eagle3")
-    specs += [vector("embedding_norm"), vector("feature_norm"), vector("final_norm")]
+    specs += [_replicated(name, (name,), D) for name in ("embedding_norm", "feature_norm", "final_norm")]
     if "embed" in tensors:
-        specs.append(matrix("embed", V, D))
+        specs.append(_replicated("embed", ("embed",), V, D))
     if "lm_head" in tensors:
-        specs.append(matrix("lm_head", V if num_outputs is None else num_outputs, D))
+        specs.append(_replicated("lm_head", ("lm_head",), V if num_outputs is None else num_outputs, D))
     if head.method == "mtp":
-        return [*specs, matrix("proj", D, 2 * D)]
+        return [*specs, _replicated("proj", ("proj",), D, 2 * D)]
     inner = len(head.feature_layers) * target.hidden_size
     norms = sorted(name for name in tensors if name.startswith("fc_norm."))
-    for number, name in enumerate(norms):
-        size = inner // len(norms)
-        specs.append(ParamSpec(("fc_norm", number), (size,), (None,), (name,), (size,)))
-    return [*specs, matrix("fc", D, inner)]
+    specs += [_replicated(name, ("fc_norm", index), inner // len(norms)) for index, name in enumerate(norms)]
+    return [*specs, _replicated("fc", ("fc",), D, inner)]
 
 
 def _outputs(offsets: NDArray[np.integer], vocab_size: int, directory: Path) -> jax.Array:
-    """Return draft ids by model id, -1 if there is none; model id = draft id + offset."""
-    own = np.arange(len(offsets))
-    ids = own + offsets
+    """Return the draft id for each of the model's token ids, -1 if there is none.
+
+    Args:
+        offsets: model id minus draft id, by draft id.
+        vocab_size: size of the model's vocabulary.
+        directory: directory of the head, for errors.
+    """
+    draft_ids = np.arange(len(offsets))
+    ids = draft_ids + offsets
     if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
         raise ConfigError(
             f"d2t of a head must give each draft token another one of the model's, got {ids} in {directory}"
         )
     outputs = np.full(vocab_size, -1, np.int32)
-    outputs[ids] = own
+    outputs[ids] = draft_ids
     return jnp.asarray(outputs)
-
-
-def _shapes(tensors: dict[str, jax.Array]) -> str:
-    return brief({name: tensor.shape for name, tensor in tensors.items()})

@@ -68,6 +68,7 @@ class Medusa:
         return state
 
     def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> Any:
+        """Return the state unchanged: `observe` keeps the hidden states of accepted tokens."""
         return state.draft
 
     def observe(
@@ -78,6 +79,15 @@ class Medusa:
         token_ids: Int[Array, " T"],
         observed: Float[Array, "T D"],
     ) -> Float[Array, "S D"]:
+        """Return the state with the hidden state of each row's last token.
+
+        Args:
+            params: parameters for model and proposer.
+            state: state with all sequences.
+            rows: rows with tokens that the model has computed.
+            token_ids: these tokens.
+            observed: their hidden states after the final norm.
+        """
         slot = jnp.where(rows.q_lens > 0, rows.slot, self.max_num_seqs)
         last = observed.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED)
         new: Float[Array, "S D"] = state.draft.at[slot].set(last.astype(self.dtype), mode="drop")
@@ -102,7 +112,7 @@ class Medusa:
         return Drafts(token_ids, jnp.array(self.tree.num_within)[num_drafts], None, ancestors), state.draft
 
     def _likely(self, params: BothParams, head: int, hidden: Float[Array, "R D"], count: int) -> Int[Array, "R count"]:
-        """Return a head's most likely tokens, best first."""
+        """Return a head's `count` most likely tokens per row, best first, from the rows' hidden states."""
         target, own = params
         x = apply_blocks(own["blocks"][head], hidden)
         if own["lm_heads"]:

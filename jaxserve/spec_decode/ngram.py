@@ -40,9 +40,11 @@ class NGram:
         """Return no state: lookups need none."""
 
     def admit(self, state: Any, slot: Int[Array, " A"]) -> Any:
+        """Return the state, which is None."""
         return state
 
     def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> Any:
+        """Return the proposer's state, which is None."""
         return state.draft
 
     def propose(
@@ -53,6 +55,7 @@ class NGram:
         num_drafts: Int[Array, " R"],
         base_seed: UInt32[Array, ""],
     ) -> tuple[Drafts, Any]:
+        """Propose the tokens after an earlier occurrence of each row's last tokens, up to `num_drafts`."""
         history = state.slots.token_history.at[rows.slot].get(**CLIPPED)
         last = rows.start.history
         token_ids, count = find_continuation(history, last, self.max_drafts, self.max_ngram, self.min_ngram)
@@ -62,7 +65,7 @@ class NGram:
 def find_continuation(
     history: Int[Array, "R C"], last: Int[Array, " R"], num_tokens: int, max_ngram: int, min_ngram: int
 ) -> tuple[Int[Array, "R K"], Int[Array, " R"]]:
-    """Return the tokens that follow the longest match of each sequence's end, and their number.
+    """Return the tokens that follow the longest earlier match of each sequence's last tokens, and their number.
 
     Among equally long matches the one with the most following tokens wins, `num_tokens` being enough, then the latest.
 
@@ -83,9 +86,8 @@ def find_continuation(
         matches &= (shifted == token) & (end >= back)
         length += matches
     num_following = last[:, None] - end
-    order = jnp.where(
-        num_following >= num_tokens, num_tokens + end, num_following
-    )  # fewer than K rank below all with K
+    # matches that fewer than K tokens follow rank below all others
+    order = jnp.where(num_following >= num_tokens, num_tokens + end, num_following)
     best = jnp.argmax(jnp.where(length >= min_ngram, length * (C + num_tokens) + order, -1), axis=1)
     is_found = jnp.take_along_axis(length, best[:, None], axis=1)[:, 0] >= min_ngram
     index = best[:, None] + 1 + jnp.arange(num_tokens)[None]
