@@ -101,48 +101,56 @@ class Server:
         self._num_sequences: dict[str, int] = {}  # by unfinished request id
 
     def started(self) -> Started:
+        """Return the answer that the engine is ready."""
         return Started(self._engine.schedule, self._engine.default_sampling_params)
 
     def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Ended:
-        """Abort some requests, add others, and run for CALL_S or until a request ends and another one fits."""
+        """Abort some requests, add others, and run for CALL_S, or until a request has ended and another one fits.
+
+        Args:
+            aborted: ids of requests to abort.
+            added: requests to add.
+
+        Returns:
+            Outputs of the requests that ended, and failures of requests that the engine refused.
+        """
         for request_id in aborted:
             self._engine.abort(request_id)
             self._num_sequences.pop(request_id, None)
         ended: Ended = []
         for request in added:
+            request_id, salt = request.request_id, request.cache_salt
             try:
-                self._add(request)
+                self._engine.add_request(request_id, request.prompt, request.params, cache_salt=salt)
+                self._num_sequences[request_id] = request.params.n
             except RequestError as error:
                 is_length = isinstance(error, PromptTooLongError)  # clients distinguish it
-                known = error if is_length else RequestError(str(error))
-                ended.append(RequestFailure(request.request_id, known))
+                ended.append(RequestFailure(request_id, error if is_length else RequestError(str(error))))
         until_s = time.monotonic() + CALL_S
         while self._engine.has_unfinished():
             for output in self._engine.wait():
                 del self._num_sequences[output.request_id]
                 ended.append(output)
-            if time.monotonic() >= until_s or (ended and self._can_start()):
+            if time.monotonic() >= until_s:
+                break
+            if ended and sum(self._num_sequences.values()) < self._engine.schedule.max_num_seqs:
                 break
         return ended
-
-    def _add(self, request: NewRequest) -> None:
-        self._engine.add_request(request.request_id, request.prompt, request.params, cache_salt=request.cache_salt)
-        self._num_sequences[request.request_id] = request.params.n
-
-    def _can_start(self) -> bool:
-        return sum(self._num_sequences.values()) < self._engine.schedule.max_num_seqs
 
 
 @dataclass(eq=False)
 class _Job:
+    """A request of the fleet until it ends, whichever actors try to serve it."""
+
     request_id: str  # the caller's
     request: NewRequest
-    num_isolated_deaths: int = 0
-    seat: "_Seat | None" = None
+    num_isolated_deaths: int = 0  # deaths of actors that served only this job
+    seat: "_Seat | None" = None  # the actor that serves it; None while it waits
     load: int = 0  # load that this job adds to its seat, in tokens
 
     @property
     def num_sequences(self) -> int:
+        """Number of samples, each a row of the engine."""
         return self.request.params.n
 
     @property
@@ -152,7 +160,7 @@ class _Job:
         return len(prompt) // _TOKEN_BYTES + 1 if isinstance(prompt, str) else len(prompt)
 
     def load_with(self, num_shared_tokens: int) -> int:
-        """Return the load in tokens on an actor that has computed `num_shared_tokens` of the prompt."""
+        """Return the load in tokens that the job adds to an actor with `num_shared_tokens` of its prompt computed."""
         return max(self.num_tokens - num_shared_tokens, 0) + ROW_CHARGE_TOKENS * self.num_sequences
 
     @cached_property
@@ -178,7 +186,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """The fleet's view of an actor."""
+    """The fleet's record of an actor: its jobs, and what it is sent with the next call."""
 
     index: int
     ready: bool = False
@@ -192,6 +200,7 @@ class _Seat:
     aborted: list[str] = field(default_factory=list)  # ids to abort first in the next call
 
     def give(self, job: _Job) -> None:
+        """Add a job, to be sent with the next call."""
         job.seat = self
         self.jobs[job.request.request_id] = job
         self.num_sequences += job.num_sequences
@@ -199,12 +208,14 @@ class _Seat:
         self.added.append(job.request)
 
     def end(self, job: _Job) -> None:
+        """Remove a job that has ended."""
         job.seat = None
         del self.jobs[job.request.request_id]
         self.num_sequences -= job.num_sequences
         self.load -= job.load
 
     def abort(self, job: _Job) -> None:
+        """Remove a job, and abort its request in the actor if it was sent already."""
         self.end(job)
         if job.request in self.added:
             self.added.remove(job.request)
@@ -233,9 +244,9 @@ class Fleet:
 
     def __init__(self, config: EngineConfig, actors: Actors) -> None:
         self.config = config
-        self.tokenizer = (
-            None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path, config.chat_options)
-        )
+        self.tokenizer = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(config.tokenizer_path, config.chat_options)
         self._actors = actors
         self._seats = [_Seat(index) for index in range(actors.count)]
         self._jobs: dict[str, _Job] = {}  # unfinished jobs, by request id
@@ -277,6 +288,7 @@ class Fleet:
         self._jobs[request_id] = self._queue[request_id] = job
 
     def abort(self, request_id: str) -> None:
+        """Abort a request if it is unfinished; `wait` will not return it."""
         job = self._jobs.pop(request_id, None)
         if job is None:
             return
@@ -291,7 +303,11 @@ class Fleet:
         return bool(self._jobs)
 
     def wait(self) -> Ended:
-        """Assign waiting requests to actors, and return the requests that ended in the actor that answers next."""
+        """Assign waiting requests to actors, send the due calls, and wait for the next answer of any actor.
+
+        Returns:
+            The requests that ended, by this answer.
+        """
         self._give_suspects()
         self._give_queue()
         self._even_out()
@@ -305,7 +321,7 @@ class Fleet:
         return [] if isinstance(answer, Started) else answer
 
     def _note(self, seat: _Seat) -> None:
-        """Update the router and the due seats after a seat has changed."""
+        """Update the router, the idle and the due seats after a seat has changed."""
         if not seat.jobs:
             seat.has_suspects = False
         self._due[seat.index] = seat
@@ -319,6 +335,7 @@ class Fleet:
         self._router.set_load(seat.index, seat.load, is_open=is_open)
 
     def _give(self, seat: _Seat, job: _Job, num_shared_tokens: int = 0) -> None:
+        """Assign a job to an actor, which is expected to have computed `num_shared_tokens` of its prompt."""
         job.load = job.load_with(num_shared_tokens)
         job.request = dataclasses.replace(job.request, request_id=str(self._num_given))
         self._num_given += 1
@@ -327,6 +344,7 @@ class Fleet:
         self._note(seat)
 
     def _give_suspects(self) -> None:
+        """Assign each group of suspects to an idle actor, as long as there is one."""
         while self._suspects and self._idle:
             seat = next(iter(self._idle.values()))
             for job in self._suspects.popleft():
@@ -335,6 +353,7 @@ class Fleet:
                     self._give(seat, job)
 
     def _give_queue(self) -> None:
+        """Assign queued jobs, in order, to the actors that the router chooses; idle actors get one in any case."""
         given: list[str] = []
         for job, route in self._router.assign(
             self._queue.values(),
@@ -351,6 +370,7 @@ class Fleet:
             self._give(next(iter(self._idle.values())), self._queue.popitem(last=False)[1])
 
     def _could_start(self, job: _Job, route: Route) -> Start:
+        """Return whether a route's actor has capacity for a job."""
         seat = self._seats[route.replica]
         fits = not seat.jobs or seat.num_sequences + job.num_sequences <= self._capacity
         return Start.NOW if fits else Start.FULL
@@ -392,7 +412,12 @@ class Fleet:
         return ended
 
     def _bury(self, seat: _Seat, cause: str) -> Ended:
-        """Restart an actor that died, and return the request that failed because of it, if any."""
+        """Restart an actor that died, and make its jobs suspects; return those that fail because of it, at most one.
+
+        Args:
+            seat: record of the actor.
+            cause: cause of its death.
+        """
         logger.warning("engine %d of the fleet died: %s", seat.index, cause)
         jobs = list(seat.jobs.values())
         seat.num_failed_starts += not seat.ready
@@ -408,12 +433,9 @@ class Fleet:
         if len(jobs) == 1:
             jobs[0].num_isolated_deaths += 1
             if jobs[0].num_isolated_deaths == MAX_ISOLATED_DEATHS:
-                return [self._failure(jobs[0], cause)]
+                del self._jobs[jobs[0].request_id]
+                message = f"{MAX_ISOLATED_DEATHS} engines died while they served only this request; the last: {cause}"
+                return [RequestFailure(jobs[0].request_id, EngineDiedError(message))]
         middle = -(-len(jobs) // 2)
         self._suspects.extend(half for half in (jobs[:middle], jobs[middle:]) if half)
         return []
-
-    def _failure(self, job: _Job, cause: str) -> RequestFailure:
-        del self._jobs[job.request_id]
-        message = f"{MAX_ISOLATED_DEATHS} engines died while they served only this request; the last: {cause}"
-        return RequestFailure(job.request_id, EngineDiedError(message))

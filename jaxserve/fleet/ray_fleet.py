@@ -69,17 +69,17 @@ def plan_actors(
     Raises:
         ConfigError: they do not fit on the cluster.
     """
-    kind = next((name for name in _ACCELERATORS if any(node.get(name) for node in nodes)), "CPU")
-    max_count = sum(int(node.get(kind, 0) // num_devices) for node in nodes)
-    count = wanted or (1 if kind == "CPU" else max_count)
+    device = next((name for name in _ACCELERATORS if any(node.get(name) for node in nodes)), "CPU")
+    max_count = sum(int(node.get(device, 0) // num_devices) for node in nodes)
+    count = wanted or (1 if device == "CPU" else max_count)
     if not 0 < count <= max_count:
         raise ConfigError(
-            f"--ray-actors must fit on the cluster, each with tensor_parallel_size {kind}s on one machine, got {count} "
-            f"with {num_devices} each, and {max_count} fit; lower one of them or add machines"
+            f"--ray-actors must fit on the cluster, each with tensor_parallel_size {device}s on one machine, got "
+            f"{count} with {num_devices} each, and {max_count} fit; lower one of them or add machines"
         )
-    if kind == "TPU":
+    if device == "TPU":
         return count, {"resources": {"TPU": num_devices}, "num_cpus": 0}
-    return count, {"num_gpus": num_devices, "num_cpus": 0} if kind == "GPU" else {"num_cpus": num_devices}
+    return count, {"num_gpus": num_devices, "num_cpus": 0} if device == "GPU" else {"num_cpus": num_devices}
 
 
 @contextlib.contextmanager
@@ -117,13 +117,16 @@ class _RayActors:
         self._answered: deque[Any] = deque()  # outstanding calls that Ray has reported as ready
 
     def start(self, index: int) -> None:
+        """Create an actor in a new process and make it load its engine."""
         self._actors[index] = actor = self._actor_class.remote()
         self._calls[actor.start.remote(self._options)] = index
 
     def serve(self, index: int, aborted: Sequence[str], added: Sequence[NewRequest]) -> None:
+        """Queue a call to `Server.serve` in an actor."""
         self._calls[self._actors[index].serve.remote(aborted, added)] = index
 
     def wait(self) -> tuple[int, Started | Ended | Died]:
+        """Wait for the next answer from any actor; return the actor's index and the answer."""
         while (index := self._calls.pop(call := self._next_answered(), None)) is None:
             pass  # the actor was stopped after this call
         try:
@@ -160,10 +163,12 @@ class _EngineActor:
     """Ray actor that serves an engine."""
 
     def start(self, options: dict[str, Any]) -> Started:
+        """Load the engine with these fields of EngineConfig."""
         from jaxserve.offline.llm import LLM  # noqa: PLC0415 - imports jax, which the fleet's process does not need
 
         self._server = Server(LLM(**options).batch_engine())
         return self._server.started()
 
     def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Ended:
+        """Serve for one call; see `Server.serve`."""
         return self._server.serve(aborted, added)
