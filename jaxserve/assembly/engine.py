@@ -73,12 +73,9 @@ class Engine:
             config,
             self.schedule,
             self.tokenizer,
-            vocab_size=self.arch.vocab_size,
-            max_position=self.arch.max_position,
-            hidden_size=self.arch.hidden_size,
+            self.arch,
             eos_ids=eos_ids,
             check_fits=host.check_fits,
-            pooler=self.arch.pooler,
             is_lock_step=host.peers is not None,
         )
         self.frontend = Frontend(host.send, host.outbox, self.stats, self.arch.pooler)

@@ -9,9 +9,10 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from jaxserve.api.config import EngineConfig
-from jaxserve.api.pooling_params import Pooler, PoolingParams
+from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.core.grammars import Grammars
@@ -22,6 +23,9 @@ from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.text.bad_words import encode_bad_words
 from jaxserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.models.arch import ArchConfig
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +39,9 @@ class RequestReader:
         config: model and options.
         schedule: resolved sizes of steps and page pool.
         tokenizer: None if prompts must be token ids.
-        vocab_size: vocabulary size of the model.
-        max_position: maximum position that the model was made for.
-        hidden_size: hidden state size.
+        arch: sizes of the model.
+        eos_ids: ids that end an output.
         check_fits: raises RequestError for a request that could not finish even by itself.
-        pooler: pooler of a pooling model; None if it generates.
         is_lock_step: True if other processes run the same steps.
 
     Attributes:
@@ -51,19 +53,15 @@ class RequestReader:
         config: EngineConfig,
         schedule: ScheduleConfig,
         tokenizer: Tokenizer | None,
+        arch: ArchConfig,
         *,
-        vocab_size: int,
-        max_position: int,
-        hidden_size: int,
         eos_ids: frozenset[int],
         check_fits: Callable[[Request], None],
-        pooler: Pooler | None = None,
         is_lock_step: bool = False,
     ) -> None:
-        self._config, self._schedule, self._tokenizer = config, schedule, tokenizer
-        self._vocab_size, self._max_position, self._hidden_size = vocab_size, max_position, hidden_size
-        self.eos_ids, self._check_fits, self._pooler = eos_ids, check_fits, pooler
-        self.grammars = Grammars(lambda: tokenizer, vocab_size, eos_ids, is_lock_step=is_lock_step)
+        self._config, self._schedule, self._tokenizer, self._arch = config, schedule, tokenizer, arch
+        self.eos_ids, self._check_fits, self._pooler = eos_ids, check_fits, arch.pooler
+        self.grammars = Grammars(lambda: tokenizer, arch.vocab_size, eos_ids, is_lock_step=is_lock_step)
         self._seeds = random.Random(config.seed)
         self._arrivals = itertools.count()
         self._has_warned_of_length = False
@@ -120,7 +118,7 @@ class RequestReader:
                     "start one with runner='pooling', which makes embeddings of any model"
                 )
             params = dataclasses.replace(params)
-            self._pooler.check(params, self._hidden_size)
+            self._pooler.check(params, self._arch.hidden_size)
             return params.sampling_params(), params
         if self._pooler is not None:
             raise RequestError(
@@ -131,7 +129,7 @@ class RequestReader:
 
     def _check(self, token_ids: TokenIds, params: SamplingParams) -> None:
         """Raise RequestError unless prompt length, ids and parameters suit the model and the engine's options."""
-        vocab = self._vocab_size
+        vocab = self._arch.vocab_size
         if not token_ids:
             raise RequestError("a prompt must have at least 1 token, got 0; begin it with any text or token")
         if len(token_ids) >= self._schedule.max_total_tokens:
@@ -161,7 +159,7 @@ class RequestReader:
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         """Raise RequestError if more log probabilities are requested than the engine's max_logprobs; -1 means all."""
-        limit, vocab = self._config.max_logprobs, self._vocab_size
+        limit, vocab = self._config.max_logprobs, self._arch.vocab_size
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name) or 0
             if (vocab if wanted == -1 else wanted) > (vocab if limit == -1 else limit):
@@ -184,7 +182,7 @@ class RequestReader:
 
     def _advice_on_length(self) -> str:
         """Return the advice to raise max_model_len, as the end of a clause; empty if the model allows no more."""
-        limit = self._max_position
+        limit = self._arch.max_position
         return f" or raise max_model_len, {limit} at most" if self._schedule.max_model_len < limit else ""
 
     def _expand(

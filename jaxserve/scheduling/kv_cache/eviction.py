@@ -45,7 +45,7 @@ class EvictionOrder:
         self.num_evictable += 1
 
     def remove(self, page: int, tenant: str) -> None:
-        """Make a tenant's evictable page unevictable, because it is owned again."""
+        """Remove a tenant's page from the evictable ones, because it is owned again or evicted."""
         pages = self._evictable[tenant]
         del pages[page]
         if not pages:
@@ -65,11 +65,8 @@ class EvictionOrder:
             largest = self._largest_tenant()
             if tenant in self._evictable and self._num_cached[tenant] == self._num_cached[largest]:
                 largest = tenant
-        pages = self._evictable[largest]
-        page, _ = pages.popitem(last=False)
-        if not pages:
-            del self._evictable[largest]
-        self.num_evictable -= 1
+        page = next(iter(self._evictable[largest]))
+        self.remove(page, largest)
         self._num_cached[largest] -= 1
         if not self._num_cached[largest]:
             del self._num_cached[largest]
