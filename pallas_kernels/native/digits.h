@@ -25,7 +25,6 @@ namespace NATIVE_ISA {
 constexpr int64_t kDigitColumns = 128;  // most columns of a block: 128 * 2^23 fits an int32
 constexpr int64_t kScalesAhead = 512;  // bytes of scales that are fetched ahead
 constexpr int64_t kWordsAhead = 8192;  // bytes of a stream of words that are fetched ahead, from panel to panel
-constexpr int64_t kStreamBytes = 2 << 20;  // least bytes of a matrix that is streamed: a model of such is in no cache
 constexpr int kMaxDigitTokens = NATIVE_WIDTH == 16 ? 8 : 4;  // tokens of a tile, as many as the registers hold sums of
 
 // Places that words of a matrix come from.
@@ -33,16 +32,15 @@ enum class Source {
   kCache,   // the first-level cache
   kPasses,  // caches or memory, some words of each panel in a pass
   kMemory,  // caches or memory, panel after panel
-  kStream,  // memory, panel after panel, to be used once: digits stay in the caches, which the words would displace
 };
 
-// Fetch a line of words that is needed some time later.
+// Fetch a line of words that is needed some time later. A hint that it is used only once would keep the digits in the
+// caches, but takes four times as long on processors of Intel.
 template <Source From>
 inline NATIVE_INLINE void fetch(const uint32_t* words) {
   const char* at = reinterpret_cast<const char*>(words);
   if constexpr (From == Source::kPasses) __builtin_prefetch(at + kPrefetchBytes);
   if constexpr (From == Source::kMemory) __builtin_prefetch(at + kWordsAhead);
-  if constexpr (From == Source::kStream) __builtin_prefetch(at + kWordsAhead, 0, 0);
 }
 
 // What else is known of a block of one token. Sums start from what the shift of elements would add to them.
@@ -343,12 +341,9 @@ constexpr ByDigitTokens<Format> digit_tiles(std::integer_sequence<int, I...>) {
 // Multiply a lone tile with a range of panels.
 template <typename Format>
 void multiply_panels(const LinearProblem& p, const DigitTokens<Format>& tokens, int64_t panel, int64_t end_panel) {
-  static constexpr auto from_memory = digit_tiles<Format, Source::kMemory>(DigitTokenCounts{});
-  static constexpr auto streamed = digit_tiles<Format, Source::kStream>(DigitTokenCounts{});
+  static constexpr auto by_tokens = digit_tiles<Format, Source::kMemory>(DigitTokenCounts{});
   const DigitTile tile = tokens.tile(0);
   const DigitGroups<Format> groups(p);
-  const int64_t num_bytes = num_panels(p) * groups.num_words() * kPanelRows * int64_t{sizeof(uint32_t)};
-  const auto& by_tokens = num_bytes < kStreamBytes ? from_memory : streamed;
   const DigitRange all_blocks(groups, 0, groups.num_blocks());
   for (; panel < end_panel; ++panel) by_tokens[tile.num_tokens - 1](p, groups, tile, panel, all_blocks, nullptr);
 }
