@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve.core.events import DraftsAllowed
 from jaxserve.openai.errors import BadRequestError
-from jaxserve.scheduling.wait_estimate import Wait
 from jaxserve.server.degradation import Ladder
-from jaxserve.server.observer import FRESH_S
 from jaxserve.server.rate_limits import Excess, Limits, RateLimits, tokens_to_take, tokens_used
 
 if TYPE_CHECKING:
@@ -33,16 +31,15 @@ if TYPE_CHECKING:
     from jaxserve.server.streams import Streams
 
 LOOK_S = 0.1  # time between two looks at the load
-MAX_CLASSES = 64  # classes whose estimates are kept
 COALESCED_S = 0.05  # time between two events of a stream under load
 
 
 @dataclass(eq=False)
 class RefusedError(BadRequestError):
-    """Refusal of a request, with the time after which it may come again.
+    """Refusal of a request because of load or a limit.
 
     Attributes:
-        retry_after_s: that time; infinite for never.
+        retry_after_s: seconds after which it may come again; infinite for never.
     """
 
     retry_after_s: int | float = 1.0
@@ -56,12 +53,12 @@ def exceeds_fair_share(num_open: Mapping[str, int], tenant: str) -> bool:
 
 
 class Admission:
-    """Gate of a server.
+    """Admission of requests by load and by their tenants' limits, and the ladder of features that load disables.
 
     Args:
         engine: the engine.
-        config: options of the server.
-        observer: takes counts, and has estimates.
+        config: server options.
+        observer: counts refusals, and estimates waits.
         limits: limits by tenant, for tenants with their own.
 
     Attributes:
@@ -81,7 +78,6 @@ class Admission:
         self.ladder = Ladder(config.enabled_degradation)
         self._targets_s = config.ttft_targets_s
         self._longest_token = math.inf  # characters
-        self._waits: dict[int, tuple[float, Wait | None]] = {}  # estimates by class, and their times
         self._held: deque[tuple[int, asyncio.Future[None]]] = deque()  # requests below class 0, in order of arrival
         self._is_draining = False
         self._may_draft: bool | None = None  # unknown until it is sent
@@ -91,16 +87,17 @@ class Admission:
     # The life of the server
 
     def start(self, streams: Streams) -> None:
-        """Begin to watch the load; the loop runs."""
+        """Begin to look at the load every LOOK_S seconds; to be called on the event loop."""
         self._streams = streams
         self._task = asyncio.get_running_loop().create_task(self._look())
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop looking at the load."""
         if self._task is not None:
             self._task.cancel()
 
     async def _look(self) -> None:
+        """Update the features by the load every LOOK_S seconds, until cancelled."""
         with suppress(asyncio.CancelledError):
             self._longest_token = await asyncio.get_running_loop().run_in_executor(None, self._find_longest_token)
             while True:
@@ -108,13 +105,14 @@ class Admission:
                 await asyncio.sleep(LOOK_S)
 
     def _find_longest_token(self) -> int | float:
+        """Return the number of characters in the tokenizer's longest token; infinite without a tokenizer."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             return math.inf
         return max((len(tokenizer.token_text(index)) for index in range(tokenizer.vocab_size)), default=1) or 1
 
     def update(self, now_s: int | float) -> None:
-        """Take the load, and put it into effect."""
+        """Enable and disable features by the current load, and release or shed the requests that are held."""
         self.ladder.update(self.load(), now_s)
         if self._streams is not None:
             self._streams.interval_s = COALESCED_S if self.ladder.has("coalesce") else 0.0
@@ -134,12 +132,12 @@ class Admission:
         loads = [self._engine.host.num_waiting / config.max_queued_requests]
         loads.append(self._observer.wait_estimator.num_waiting_tokens() / config.max_queued_tokens)
         if (target_s := self.target_s(0)) is not None:
-            wait = self.wait(0)
+            wait = self._observer.wait(0)
             loads.append(0.0 if wait is None else wait.first_token_s / target_s)
         return max(loads)
 
     def _shed(self) -> None:
-        """Refuse the newest request of the lowest class that is held."""
+        """Refuse one of the held requests: the newest of the lowest class."""
         if self._held:
             lowest = max(priority for priority, _ in self._held)
             newest = max(index for index, (priority, _) in enumerate(self._held) if priority == lowest)
@@ -157,13 +155,14 @@ class Admission:
     # The gates
 
     def check_early(self, tenant: str) -> None:
-        """Refuse a request by its tenant, before its body is read."""
+        """Raise BadRequestError if the queue is full or the tenant has reached a limit, before the body is read."""
         if self._engine.host.num_waiting >= self._config.max_queued_requests:
             raise self._full(tenant, "queue_full", "the queue of the server is full", self._retry_s())
         self._check_open(tenant, 1)
         self._check_rate(self.limits.excess(tenant, 0, time.monotonic()))
 
     def _check_open(self, tenant: str, num_more: int) -> None:
+        """Raise RefusedError if `num_more` samples would exceed the tenant's limit of unfinished requests."""
         most = self.limits.tenant_limits(tenant).max_open_requests
         if most is not None and self.num_open.get(tenant, 0) + num_more > most:
             message = f"a key must have at most {most} unfinished requests, samples counted one by one; wait for some"
@@ -171,7 +170,9 @@ class Admission:
             raise RefusedError(message, None, "rate_limit_exceeded", 429, self._retry_s())
 
     def check_body(self, tenant: str, priority: int, body: Mapping[str, Any], timeout_s: int | float) -> None:
-        """Refuse a request by its class and the fewest tokens that its prompt can have."""
+        """Raise BadRequestError for a body whose prompt, at its minimum length, would wait too long, or that asks for
+        features that are disabled.
+        """
         if self.ladder.has("extras"):
             for name in ("n", "best_of"):
                 if isinstance(body.get(name), int) and body[name] > 1:
@@ -197,7 +198,7 @@ class Admission:
 
     @contextmanager
     def opened(self, tenant: str) -> Iterator[None]:
-        """Count a request as unfinished."""
+        """Count one more unfinished request of the tenant within the context."""
         self.num_open[tenant] = self.num_open.get(tenant, 0) + 1
         try:
             yield
@@ -210,7 +211,11 @@ class Admission:
     def admitted(
         self, tenant: str, priority: int, groups: Sequence[RequestGroup], timeout_s: int | float
     ) -> Iterator[None]:
-        """Count the samples of requests, which begin now, as unfinished; refuse them by their exact length."""
+        """Count the samples of requests as unfinished within the context, and take their tokens from the rate limit.
+
+        Raises:
+            BadRequestError: by their exact length they would wait too long, or exceed a limit.
+        """
         requests = [request for group in groups for request in group.requests]
         self._check_wait(tenant, priority, sum(request.num_prompt_tokens for request in requests), timeout_s)
         self._check_open(tenant, len(requests) - 1)
@@ -224,7 +229,7 @@ class Admission:
             self.limits.settle(tenant, num_taken, tokens_used(groups), time.monotonic())
 
     async def turn(self, priority: int, through: asyncio.Future[None]) -> None:
-        """Hold a request below class 0 while the load is high, or until `through` is done: nobody waits for it then."""
+        """Hold a request below class 0 while the load is high, but not once `through` is done: its client has left."""
         if priority > 0 and self.ladder.has("batch") and not (through.done() or self._is_draining):
             held = asyncio.get_running_loop().create_future()
             self._held.append((priority, held))
@@ -249,25 +254,15 @@ class Admission:
         """Return a class's maximum time to the first token; None if there is none."""
         return self._targets_s.get(priority, self._targets_s.get(None))
 
-    def wait(self, priority: int) -> Wait | None:
-        """Return the wait of a class's short request; None if it is not known yet."""
-        now_s = time.monotonic()
-        at_s, wait = self._waits.get(priority, (-math.inf, None))
-        if now_s - at_s > FRESH_S:
-            wait = self._observer.wait_estimator.wait(1, priority)
-            if len(self._waits) >= MAX_CLASSES:  # clients may choose any number
-                self._waits.clear()
-            self._waits[priority] = now_s, wait
-        return wait
-
     def _check_wait(self, tenant: str, priority: int, num_tokens: int, timeout_s: int | float) -> None:
+        """Raise RefusedError if a prompt does not fit the queue, or if its first token would come too late."""
         estimator, most = self._observer.wait_estimator, self._config.max_queued_tokens
         num_waiting = estimator.num_waiting_tokens()
         if num_waiting and num_waiting + num_tokens > most:
             raise self._full(tenant, "queue_tokens", "the queue of the server is full of tokens", self._retry_s())
         target_s = self.target_s(priority)
         most_s = min(timeout_s, math.inf if target_s is None else target_s)
-        if most_s == math.inf or (wait := self.wait(priority)) is None:
+        if most_s == math.inf or (wait := self._observer.wait(priority)) is None:
             return
         first_s = wait.first_token_s + estimator.prefill_s(num_tokens)
         if wait.start_s and first_s > most_s:
@@ -275,10 +270,12 @@ class Admission:
             raise self._full(tenant, "wait", message, wait.start_s)
 
     def _retry_s(self) -> int | float:
-        wait = self.wait(0)
+        """Return the seconds after which a refused client should try again."""
+        wait = self._observer.wait(0)
         return 1.0 if wait is None else wait.start_s
 
     def _check_rate(self, excess: Excess | None) -> None:
+        """Count and raise the refusal for an exceeded rate limit; None is no excess."""
         if excess is None:
             return
         self._observer.reject("rate_limit")
@@ -292,14 +289,12 @@ class Admission:
         return refused
 
     def _refused(self, reason: str, message: str, retry_s: int | float) -> RefusedError:
+        """Count a refusal by its reason, and return the error for the client (503)."""
         self._observer.reject(reason)
         return RefusedError(f"{message}; try again later", None, "overloaded", 503, retry_s)
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
-    if future.done():  # cancelled
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+    """End the wait for a future, with an error or without; a cancelled one has ended already."""
+    if not future.done():
+        future.set_result(None) if error is None else future.set_exception(error)

@@ -73,7 +73,11 @@ class App:
         self._watch: asyncio.Task[None] | None = None
         generation, info = Generation(self.service), Info(self.service)
         self._model = info.model
-        self._batches = _batches(self.service, config)
+        self._batches: Batches | None = None
+        if config.batch_dir is not None:
+            from jaxserve.server.batches.api import Batches  # noqa: PLC0415 - fcntl, which not every system has
+
+            self._batches = Batches(self.service, config.batch_dir)
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", COMPLETIONS): generation.serve,
             ("POST", CHAT): generation.serve,
@@ -97,7 +101,7 @@ class App:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection's request."""
+        """Serve one HTTP request, or the server's lifespan; see the ASGI specification."""
         if scope["type"] == "lifespan":
             try:
                 await self._live(receive, send)
@@ -132,6 +136,11 @@ class App:
             self.diary.note_end_of(call)
 
     async def _serve(self, call: Call) -> None:
+        """Check a request's headers, origin and key, and await its handler.
+
+        Raises:
+            RequestError: it is refused, or there is no handler for its path and method.
+        """
         num_bytes = sum(len(name) + len(value) for name, value in call.headers)
         if len(call.headers) > MAX_HEADERS or num_bytes > MAX_HEAD_BYTES:
             message = f"a request must have at most {MAX_HEADERS} headers of {MAX_HEAD_BYTES} bytes in all"
@@ -149,7 +158,7 @@ class App:
             if tenant is None:
                 raise self._unauthorized(call)
             call.tenant = tenant
-        if any(name == REQUEST_HEADER for name, _ in call.headers):
+        if http.header_value(call.headers, REQUEST_HEADER):
             call.header_makers.append(partial(self._load_header, call))
         method = "GET" if call.method == "HEAD" else call.method
         handler = self._handlers.get((method, call.path))
@@ -167,7 +176,7 @@ class App:
 
     def _unauthorized(self, call: Call) -> BadRequestError:
         """Return the error for a request without a known key, in its client's terms."""
-        is_anthropic = call.path.startswith(MESSAGES) or any(name == b"anthropic-version" for name, _ in call.headers)
+        is_anthropic = call.path.startswith(MESSAGES) or http.header_value(call.headers, b"anthropic-version")
         where = "x-api-key: KEY" if is_anthropic else "Authorization: Bearer KEY"
         if given_key(call.headers):
             message = f"incorrect API key provided, as {where}: the server knows no such key; ask the operator for one"
@@ -176,10 +185,12 @@ class App:
         return BadRequestError(message, None, "invalid_api_key", 401)
 
     def _load_header(self, call: Call) -> http.Headers:
+        """Return the header with the engine's load, in the format that the request asks for."""
         service = self.service
         return load_header(call.headers, service.engine.occupancy, service.observer.estimated_wait_s())
 
     async def _send_error(self, call: Call, error: BadRequestError) -> None:
+        """Answer a request with an error: as a reply, or as the last events of a stream that has begun."""
         self.diary.note_refusal(error.status_code, error.code)
         with suppress(ClientGoneError):
             if not call.is_begun:
@@ -200,7 +211,7 @@ class App:
             await call.send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _methods(self, path: str) -> list[str]:
-        """Return a path's methods."""
+        """Return the HTTP methods that a path may be called with."""
         methods = [method for method, known in self._handlers if known == path]
         return sorted([*methods, *(self._batches.methods(path) if self._batches is not None else ())])
 
@@ -215,6 +226,7 @@ class App:
     # The life of the server
 
     async def _live(self, receive: Receive, send: Send) -> None:
+        """Start and stop the service when ASGI's lifespan messages come."""
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
@@ -240,7 +252,7 @@ class App:
         """
         while True:
             await asyncio.sleep(min(1.0, self.service.config.send_timeout_s / 4))
-            self.diary.tell_refusals()
+            self.diary.log_refusals()
             before_s = time.monotonic() - self.service.config.send_timeout_s
             for call in self._calls:
                 if call.sending_since_s is not None and call.sending_since_s < before_s:
@@ -248,7 +260,7 @@ class App:
                     call.cut_off()
 
     async def drain(self) -> None:
-        """Serve nothing new; wait for open replies, and end those that last too long."""
+        """Refuse new requests, wait for open replies, and end those that are open after `shutdown_timeout_s`."""
         self.service.is_draining = True
         self.diary.note_stop(len(self.service.streams), self.service.config.shutdown_timeout_s)
         self.service.admission.drain()
@@ -259,12 +271,3 @@ class App:
         self.service.streams.end_all()
         while len(self.service.streams) and time.monotonic() < until_s + 5:
             await asyncio.sleep(0.02)
-
-
-def _batches(service: Service, config: ServerConfig) -> Batches | None:
-    """Return the handlers for files and batches; None without a directory for them."""
-    if config.batch_dir is None:
-        return None
-    from jaxserve.server.batches.api import Batches  # noqa: PLC0415 - fcntl, which not every system has
-
-    return Batches(service, config.batch_dir)

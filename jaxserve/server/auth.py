@@ -28,11 +28,14 @@ class Keys:
         for tenant, key in keys:
             if not key.strip():
                 raise ConfigError("an API key must not be empty, got one that is; leave the option out for no keys")
-            self._tenants.append((_digest(key.strip()), tenant))
+            self._tenants.append((hashlib.sha256(key.strip().encode()).digest(), tenant))
 
     @classmethod
     def read(cls, keys: Sequence[str], file: Path | None) -> Keys:
-        """Return the keys of an option and of a file, whose blank lines and comments (#) do not count."""
+        """Return the keys from the option `api_key` and from `file`, which has a key per line.
+
+        Blank lines and comments (#) in it do not count.
+        """
         lines: list[str] = []
         if file is not None:
             try:
@@ -47,17 +50,17 @@ class Keys:
             text, *options = line.split()
             name, _, key = text.rpartition(":")
             entries.append((name, key, _limits(options)))
-        # A name for each key without one, which no line can have.
-        named = [(name or f"#{number}", key, limits) for number, (name, key, limits) in enumerate(entries)]
-        limits_of: dict[str, Limits] = {}
-        for tenant, _, limits in named:
-            if limits_of.setdefault(tenant, limits) != limits:
+        pairs: list[tuple[str, str]] = []
+        tenant_limits: dict[str, Limits] = {}
+        for number, (name, key, limits) in enumerate(entries):
+            tenant = name or f"#{number}"  # a name that no line can have
+            pairs.append((tenant, key))
+            if tenant_limits.setdefault(tenant, limits) != limits:
                 raise ConfigError(f"all keys of a tenant must have the same limits, got others for {tenant}")
-        own = {tenant: limits for tenant, limits in limits_of.items() if limits != Limits()}
-        return cls([(tenant, key) for tenant, key, _ in named], own)
+        return cls(pairs, {tenant: limits for tenant, limits in tenant_limits.items() if limits != Limits()})
 
     def __bool__(self) -> bool:
-        """Return whether a key is needed."""
+        """Return whether there are any keys, so that requests need one."""
         return bool(self._tenants)
 
     def tenant(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
@@ -70,7 +73,7 @@ class Keys:
 
 
 def given_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Return the key that a request brings; empty if none."""
+    """Return the key in a request's headers; empty if there is none."""
     given = b""
     for name, value in headers:
         if name == b"authorization" and value[:7].lower() == b"bearer ":
@@ -81,7 +84,7 @@ def given_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def _limits(options: Sequence[str]) -> Limits:
-    """Return the limits after a key, such as requests_per_minute=60 and min_priority=-1."""
+    """Read the limits after a key in a key file, each as NAME=NUMBER, such as min_priority=-1."""
     values: dict[str, int] = {}
     names = [field.name for field in fields(Limits)]
     for option in options:
@@ -98,7 +101,3 @@ def _limits(options: Sequence[str]) -> Limits:
             f"{limits.min_priority} and {limits.max_priority}"
         )
     return limits
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()

@@ -1,4 +1,4 @@
-"""Call: one HTTP request, as handlers see it."""
+"""Call: one HTTP request, from which handlers read and to which they reply."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Call:
         tenant: name of the key's owner; empty without keys.
         is_gone: True once the client has gone or is cut off.
         is_begun: True once the reply has begun.
-        header_makers: functions that return headers of the reply beside the handler's own, called when it begins.
-        error_events: function from an error to the events that end a streamed reply; None before it is known.
+        header_makers: functions that return further reply headers, called when the reply begins.
+        error_events: function from an error to the events that end a streamed reply; None for other replies.
         sending_since_s: time since when the client has taken nothing of a part of the reply; None between two parts.
     """
 
@@ -75,36 +75,36 @@ class Call:
         self.receive, self._send, self._config, self._workers = receive, send, config, workers
 
     async def json(self) -> Json:
-        """Return the object in the body."""
+        """Read the body and return the JSON object in it; BadRequestError if there is none or it is too large."""
         config = self._config
         body = await http.read_body(self.receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
         self._num_body_bytes = len(body)
         parse = partial(parse_json, body, config.max_json_depth)
         return await self.in_workers(parse) if len(body) > SHORT_BODY_BYTES else parse()
 
-    async def beside_the_loop(self, work: Callable[[], Result], *, needs_time: bool = False) -> Result:
-        """Return the result of reading the body, on another thread if that takes time.
+    async def read_off_loop(self, work: Callable[[], Result], *, needs_time: bool = False) -> Result:
+        """Return the result of `work`, which reads the body: called here if that is short, else on another thread.
 
         Args:
-            work: function that reads it.
-            needs_time: True if it takes time, however short the body is.
+            work: function to call.
+            needs_time: True if it takes long, however short the body is.
         """
         if needs_time or self._num_body_bytes > SHORT_READ_BYTES:
             return await self.in_workers(work)
         return work()
 
     async def in_workers(self, work: Callable[[], Result]) -> Result:
-        """Return the result of work that a thread does when it is the tenant's turn."""
+        """Return the result of `work`, called on a thread in the tenant's turn; stop waiting if the client leaves."""
         with self.watched():
             return await self._workers.run(self.owner, work, self._num_body_bytes)
 
     @property
     def owner(self) -> str:
-        """Name of the tenant that work is done for: without keys, the address of the client."""
+        """Name of the tenant whose turn on threads the work takes: without keys, the client's address."""
         return self.tenant or f"@{self._host}"
 
     async def send_json(self, content: Mapping[str, Any], status: int = 200, headers: Headers = ()) -> None:
-        """Send a reply in JSON: a long one in pieces that are made on other threads as the client takes them.
+        """Send `content` as the whole reply: if it is long, in pieces that threads make while the client reads.
 
         Args:
             content: object of the reply, in which an iterator stands for a list.
@@ -119,7 +119,7 @@ class Call:
     async def send_pieces(
         self, pieces: Iterator[bytes], status: int, content_type: bytes, headers: Headers = ()
     ) -> None:
-        """Send a reply whose pieces are made on other threads as the client takes them."""
+        """Send a whole reply from an iterator of pieces, which threads make while the client reads."""
         waiting: list[bytes] = []
         num_bytes, own = 0, [(b"content-type", content_type), *headers]
         async with aclosing(self._workers.parts(self.owner, pieces)) as parts:
@@ -138,7 +138,7 @@ class Call:
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def parts(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield pieces, which are made on other threads, some at a time."""
+        """Yield the pieces of an iterator, which threads advance."""
         async with aclosing(self._workers.parts(self.owner, pieces)) as parts:
             async for made, _ in parts:
                 for piece in made:
@@ -146,11 +146,11 @@ class Call:
 
     @property
     def has_long_body(self) -> bool:
-        """True if what repeats the body takes the loop too much time."""
+        """True if the body is so long that a reply that repeats it must be made on a thread."""
         return self._num_body_bytes > SHORT_BODY_BYTES
 
     async def send(self, message: http.Message) -> None:
-        """Send a part of the reply; ClientGoneError if the client is cut off."""
+        """Send an ASGI message of the reply; ClientGoneError if the client is cut off meanwhile."""
         if not self.is_begun and "headers" in message:
             message["headers"] = [*message["headers"], *(header for make in self.header_makers for header in make())]
         self.is_begun = True
@@ -165,15 +165,15 @@ class Call:
         self.sending_since_s = None
 
     def write(self, data: bytes) -> bool:
-        """Write a part of a streamed reply at once; returns False if the client must take some first."""
-        has_room = self._connection.write_chunk(data)
-        if not has_room and self.sending_since_s is None:
+        """Write a part of a streamed reply immediately; return False if the client must read before the next part."""
+        may_continue = self._connection.write_chunk(data)
+        if not may_continue and self.sending_since_s is None:
             self.sending_since_s = time.monotonic()
-        return has_room
+        return may_continue
 
     @contextmanager
-    def writing(self, on_room: Callable[[], None]) -> Iterator[None]:
-        """Let `on_room` be called whenever the client has taken what `write` had to wait for.
+    def writing(self, on_writable: Callable[[], None]) -> Iterator[None]:
+        """Call `on_writable` within the context whenever `write` may continue after it has returned False.
 
         Raises:
             ClientGoneError: the client is cut off.
@@ -181,7 +181,7 @@ class Call:
 
         def resume() -> None:
             self.sending_since_s = None
-            on_room()
+            on_writable()
 
         self._connection.on_writable = resume
         try:
@@ -194,7 +194,7 @@ class Call:
             self._connection.on_writable = None
 
     def cut_off(self) -> None:
-        """End the reply to a client that takes nothing, and drop what it was to be sent."""
+        """Drop the connection and unsent data of a client that reads nothing, and cancel the request's task."""
         self._connection.abort()
         self._leave()
 
@@ -203,18 +203,19 @@ class Call:
         self._connection.abort()
 
     def _leave(self) -> None:
+        """Note that the client has gone, and cancel the request's task."""
         assert self._task is not None, "a request has a task"
         self.is_gone = True
         self._task.cancel()
 
     async def _wait_until_gone(self) -> None:
-        """Wait for the client to go."""
+        """Return when the client has disconnected; to be called after the body has been read."""
         while (await self.receive())["type"] != "http.disconnect":
             pass
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """End the request if its client goes, within the context. The body must have been read."""
+        """Cancel the request's task if its client disconnects within the context. The body must have been read."""
         gone = asyncio.ensure_future(self._wait_until_gone())
         gone.add_done_callback(lambda done: None if done.cancelled() else self._leave())
         try:

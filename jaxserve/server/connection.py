@@ -50,7 +50,7 @@ class Connection(HttpToolsProtocol):
         self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request, unless its headers are too large."""
+        """Parse a part of a request; refuse it with 431 if its headers are too large."""
         super().data_received(data)
         if not self._is_in_head and self.timeout_keep_alive_task is None and self.cycle.response_complete:
             # Bytes that begin no request, such as an empty line, have ended the wait for one: begin it again.
@@ -83,7 +83,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
-        """Begin with a request, whose headers are there."""
+        """Start the task of a request whose headers are complete; abort if too many requests wait on the connection."""
         self._deadline.cancel()
         self._is_in_head = False
         self.scope["state"][_KEY] = self
@@ -96,21 +96,21 @@ class Connection(HttpToolsProtocol):
                 self.abort()
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of a body; end the connection if waiting requests have too much."""
+        """Add a part to the current request's body; abort the connection if waiting requests' bodies are too large."""
         super().on_body(body)
         if self.pipeline and sum(len(cycle.body) for cycle, _ in self.pipeline) > MAX_PIPELINED_BYTES:
             self.abort()
 
     def resume_writing(self) -> None:
-        """Continue the reply, as the client has taken most written data."""
+        """Call `on_writable`: the client has read most of the written data."""
         super().resume_writing()
         if self.on_writable is not None:
             self.on_writable()
 
     def write_chunk(self, data: bytes) -> bool:
-        """Write a part of a chunked reply, after its head; return False if the client must take some data first.
+        """Write a part of a chunked reply, after its head; return False if the client must read before the next part.
 
-        Data that is written nevertheless is kept, and sent in its turn.
+        A part that is written nevertheless is kept, and sent in its turn.
         """
         if not self.transport.is_closing():
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jaxserve.server.http import header_value
+
 if TYPE_CHECKING:
     from jaxserve.server.http import Headers
 
@@ -23,11 +25,11 @@ class Origins:
         self._allowed = {origin.rstrip("/").encode() for origin in allowed}
 
     def headers(self, request: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the headers of a reply by which a browser lets a page read it; none to an origin that may not."""
-        origin = _value(request, b"origin")
-        if not self._allowed or not (origin in self._allowed or b"*" in self._allowed):
-            return []
+        """Return the reply headers that let a page of the request's origin read the reply; none if it may not."""
+        origin = header_value(request, b"origin")
         shown = b"*" if b"*" in self._allowed else origin
+        if shown not in self._allowed:
+            return []
         return [
             (b"access-control-allow-origin", shown),
             (b"access-control-expose-headers", _EXPOSED),
@@ -40,7 +42,7 @@ class Origins:
         Browsers send simple requests without a preflight. The page could not read the reply, but the server would do
         the work.
         """
-        is_foreign = method == "POST" and _value(request, b"sec-fetch-site") == b"cross-site"
+        is_foreign = method == "POST" and header_value(request, b"sec-fetch-site") == b"cross-site"
         return is_foreign and not self.headers(request)
 
     def preflight(self, method: str, request: Headers) -> list[tuple[bytes, bytes]]:
@@ -49,16 +51,12 @@ class Origins:
         A preflight carries no API key; the request after it does.
         """
         headers = self.headers(request)
-        if method != "OPTIONS" or not headers or not _value(request, b"access-control-request-method"):
+        if method != "OPTIONS" or not headers or not header_value(request, b"access-control-request-method"):
             return []
-        wanted = _value(request, b"access-control-request-headers")
+        wanted = header_value(request, b"access-control-request-headers")
         return [
             *headers,
             (b"access-control-allow-methods", b"GET, POST"),
             (b"access-control-allow-headers", wanted or b"authorization, content-type"),
             (b"access-control-max-age", _MAX_AGE_S),
         ]
-
-
-def _value(headers: Headers, name: bytes) -> bytes:
-    return next((value for key, value in headers if key == name), b"")

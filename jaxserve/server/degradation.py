@@ -30,7 +30,7 @@ class Ladder:
         self._calm_since_s: float | None = None
 
     def update(self, load: int | float, now_s: int | float) -> None:
-        """Take the load."""
+        """Turn rungs on or off by the load at a time."""
         wanted = sum(load >= threshold(index) for index in range(len(RUNGS)))
         if wanted > self.height:
             for rung in RUNGS[self.height : wanted]:

@@ -1,4 +1,4 @@
-"""Diary: what the server logs of itself: its start, refused requests by their number, requests, and its end."""
+"""Diary: the server's log of its start, refusals, requests and end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Diary:
         self._num_requests = 0
 
     def note_start(self, engine: Engine, url: str, names: tuple[str, ...]) -> None:
-        """Log what is served, and where."""
+        """Log that the server has started: its model's names, URL and sizes."""
         config, schedule = engine.config, engine.schedule
         logger.info(
             "serving %s (%s) as %s at %s: max_model_len %d, max_num_seqs %d, %d pages of %d tokens",
@@ -46,18 +46,18 @@ class Diary:
         )
 
     def note_refusal(self, status: int, code: str) -> None:
-        """Count a request that was refused."""
+        """Count a refused request by its HTTP status and error code, for the next log line."""
         self._refused[f"{status} {code}"] += 1
 
-    def tell_refusals(self, *, at_once: bool = False) -> None:
-        """Log how many requests were refused, if any were, once in a while.
+    def log_refusals(self, *, immediately: bool = False) -> None:
+        """Log the numbers of refused requests since the last time, if any were, at most once a minute.
 
         Args:
-            at_once: True to log counts that were not logged yet.
+            immediately: True to log even if less time has passed.
         """
         now_s = time.monotonic()
         seconds = now_s - self._refused_since_s
-        if not at_once and seconds < REFUSALS_INTERVAL_S:
+        if not immediately and seconds < REFUSALS_INTERVAL_S:
             return
         if self._refused:
             counts = ", ".join(f"{count} with {reason}" for reason, count in self._refused.most_common())
@@ -74,10 +74,10 @@ class Diary:
             access_logger.info('%s "%s %s" %s %.3f s', call.client, call.method, call.raw_path, status, seconds)
 
     def note_stop(self, num_open: int, timeout_s: float) -> None:
-        """Log that a signal has come."""
+        """Log that a signal has come, and how long the `num_open` open requests may take to end."""
         logger.info("stopping after a signal; open requests: %d, with %g s to end", num_open, timeout_s)
 
     def note_end(self, num_cut: int) -> None:
-        """Log that the server has ended."""
-        self.tell_refusals(at_once=True)
+        """Log that the server has ended, and the number of replies that were cut off."""
+        self.log_refusals(immediately=True)
         logger.info("stopped; requests: %d, cut off at the end: %d", self._num_requests, num_cut)

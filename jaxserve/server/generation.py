@@ -42,7 +42,7 @@ MAX_SHORT = 8  # prompts, or samples per prompt, that are read on the loop
 
 
 class Generation:
-    """Handler for completions and chats.
+    """Handler for requests that generate or pool: completions, chats, responses, messages, embeddings and scores.
 
     Args:
         service: engine and server state.
@@ -55,7 +55,7 @@ class Generation:
         self._objectives = read_objectives(service.config.objectives) if has_classes else {}
 
     async def serve(self, call: Call) -> None:
-        """Answer a request."""
+        """Answer a request, from its admission to the end of the reply."""
         came_s, admission = time.monotonic(), self._service.admission
         call.header_makers.append(lambda: admission.headers(call.tenant))
         self._check_draining("draining")
@@ -66,13 +66,17 @@ class Generation:
                 await self._answer(call, body, came_s)
 
     async def _answer(self, call: Call, body: Json, came_s: float) -> None:
-        """Answer a request after its body has come."""
+        """Answer a request whose `body` came complete, `came_s` being the time of its first byte.
+
+        Raises:
+            BadRequestError: it is refused, or the engine could not compute it.
+        """
         admission = self._service.admission
         interface = INTERFACES[invoked_path(call.path, body, self._engine.arch.pooler)]
         timeouts = read_timeouts(call.headers, body, streams=bool(body.get("stream")))
         priority = early_priority(body, call.headers, self._objectives)
         admission.check_body(call.tenant, priority, body, timeouts.first_token_s)
-        request, groups = await call.beside_the_loop(
+        request, groups = await call.read_off_loop(
             partial(self._read, call, interface, body), needs_time=_needs_time(body)
         )
         self._check_draining()
@@ -104,6 +108,16 @@ class Generation:
         timeouts: Timeouts,
         priority: int,
     ) -> None:
+        """Run a request's groups in the engine, and send the reply as a whole or as a stream.
+
+        Args:
+            call: the HTTP request.
+            request: the request in its body.
+            groups: its prompts, as the engine takes them.
+            reply: builder of the reply.
+            timeouts: times that are left.
+            priority: the request's class.
+        """
         if request.stream:
             call.error_events = reply.error_events
         headers = [(b"x-ignored-params", ",".join(request.ignored).encode())] if request.ignored else []
@@ -125,7 +139,7 @@ class Generation:
                 self._service.workers.release(groups)
 
     def _read(self, call: Call, interface: Interface, body: Json) -> tuple[ParsedRequest, list[RequestGroup]]:
-        """Return a request and its groups for the engine. On any thread."""
+        """Return the request in a body, and its prompts as groups for the engine. On any thread."""
         service = self._service
         request = interface.read(body, service.parse, self._engine.schedule.max_model_len)
         service.check_size(request)
@@ -138,6 +152,7 @@ class Generation:
         return request, self._prepare_all(interface, request)
 
     def _prepare_all(self, interface: Interface, request: ParsedRequest) -> list[RequestGroup]:
+        """Return a group for each prompt of a request; RequestError if the engine cannot serve one."""
         self._engine.host.check_serve()
         read, name = self._engine.reader.read, interface.prefix
         groups: list[RequestGroup] = []
@@ -156,7 +171,7 @@ class Generation:
     async def _reply(
         self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers, *, has_echo: bool
     ) -> None:
-        """Send a whole reply."""
+        """Wait until all groups of a stream have ended, and send the whole reply."""
         await stream.run()
         self._check_whole(stream)
         outputs = [group.output for group in stream.groups]
@@ -168,7 +183,7 @@ class Generation:
     async def _stream(
         self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers, *, has_echo: bool
     ) -> None:
-        """Send increments as they come."""
+        """Send the groups' increments as server-sent events when they come, between the first and last events."""
         own = [(b"content-type", http.EVENTS_TYPE), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await call.send({"type": "http.response.start", "status": 200, "headers": [*own, *headers]})
         repeats_body = call.has_long_body  # some interfaces repeat request fields in replies
@@ -211,7 +226,7 @@ class Generation:
         await call.send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, call: Call, make: Callable[[], Iterator[bytes]], *, is_short: bool) -> None:
-        """Send events, which are made on another thread unless they are short."""
+        """Send the events that `make` yields; a thread makes them unless they are short."""
         if is_short:
             if events := b"".join(make()):
                 await call.send({"type": "http.response.body", "body": events, "more_body": True})
@@ -220,7 +235,7 @@ class Generation:
             await call.send({"type": "http.response.body", "body": part, "more_body": True})
 
     def _check_whole(self, stream: Stream) -> None:
-        """Raise the error for a reply that was cut short."""
+        """Raise an error if the stream was ended early: by its timeout, by the stopping server, or by the client."""
         if stream.is_late:
             message = "the reply was not there within the timeout of the request; allow more time, or ask for less"
             raise BadRequestError(message, None, "deadline_exceeded", 504)
@@ -229,6 +244,7 @@ class Generation:
             raise ClientGoneError
 
     def _check_draining(self, reason: str | None = None) -> None:
+        """Raise BadRequestError (503) if the server stops; count the refusal under `reason` if there is one."""
         if self._service.is_draining:
             if reason is not None:
                 self._service.observer.reject(reason)
@@ -236,15 +252,16 @@ class Generation:
 
 
 def _do_nothing() -> None:
-    """Let the client wait: events are still being made."""
+    """Do nothing when the client could read more, because a thread is still making events."""
 
 
 def _pieces(reply: AnyReply, outputs: list[RequestOutput]) -> Iterator[bytes]:
+    """Yield the JSON text of a whole reply to `outputs` in pieces; nothing is computed before the first."""
     yield from json_pieces(reply.lazy_body(outputs))
 
 
 def _needs_time(body: Json) -> bool:
-    """Return whether a body needs more time to read than its length shows."""
+    """Return whether a body takes long to check even if it is short: by costly fields, many prompts or samples."""
     prompts, num_samples = body.get("prompt", body.get("input")), body.get("n")
     is_many = isinstance(prompts, list) and len(prompts) > MAX_SHORT and not isinstance(prompts[0], int)
     return bool(body.keys() & _COSTLY) or is_many or (isinstance(num_samples, int) and num_samples > MAX_SHORT)

@@ -1,4 +1,4 @@
-"""Health: whether the engine gets on."""
+"""Health: whether the engine makes progress."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Health:
             self._task.cancel()
 
     def problem(self) -> str | None:
-        """Return what is wrong; None if nothing is."""
+        """Return why the engine cannot serve requests; None if it can."""
         if (problem := self._engine.host.problem) is not None:
             return problem
         stuck_s = time.monotonic() - self._moved_s
@@ -46,6 +46,7 @@ class Health:
         return None
 
     async def _look(self) -> None:
+        """Note every LOOK_S seconds whether the engine has made a step, until cancelled."""
         with suppress(asyncio.CancelledError):
             while True:
                 num_steps = self._engine.stats.num_dispatches

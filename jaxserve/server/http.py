@@ -23,8 +23,18 @@ class ClientGoneError(Exception):
     """Loss of the client before the end of the reply."""
 
 
+def header_value(headers: Headers, name: bytes) -> bytes:
+    """Return the value of the first header with a name in lower case; empty if there is none."""
+    return next((value for key, value in headers if key == name), b"")
+
+
 async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the body of a request.
+    """Return the body of a request, which `receive` returns in parts.
+
+    Args:
+        receive: function that returns the next ASGI message.
+        max_bytes: maximum size.
+        timeout_s: maximum time until the last part.
 
     Raises:
         BadRequestError: it is too large (413) or too slow (408).
@@ -54,12 +64,12 @@ async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> by
 async def send_bytes(
     send: Send, status: int, body: bytes, content_type: bytes = JSON_TYPE, headers: Headers = ()
 ) -> None:
-    """Send a whole reply."""
+    """Send a whole HTTP reply by ASGI's `send`."""
     own = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
     await send({"type": "http.response.start", "status": status, "headers": own})
     await send({"type": "http.response.body", "body": body})
 
 
 async def send_json(send: Send, content: Mapping[str, Any], status: int = 200, headers: Headers = ()) -> None:
-    """Send a reply in JSON."""
+    """Send a whole HTTP reply with `content` as JSON by ASGI's `send`."""
     await send_bytes(send, status, json.dumps(content, ensure_ascii=False).encode(errors="replace"), headers=headers)

@@ -1,4 +1,4 @@
-"""Info: what there is, how it is, and what texts are in tokens."""
+"""Info: handlers for models, health, metrics, load and tokenization."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _DETOKENIZED: ObjectFields = {"model": ANY, "tokens": needed(BodyField(_TOKEN_ID
 
 
 class Info:
-    """Handlers of all requests that generate nothing.
+    """Handlers for all requests that generate nothing.
 
     Args:
-        service: engine and state of the server.
+        service: engine and server state.
     """
 
     def __init__(self, service: Service) -> None:
@@ -53,27 +53,25 @@ class Info:
         self._page = PAGE.read_bytes()
 
     async def tokenize(self, call: Call) -> None:
-        """Answer with the tokens of a text or of a chat."""
+        """Reply with the token ids of the body's text or chat."""
         body = await call.json()
-        await call.send_json(await call.beside_the_loop(partial(self._tokens, body)))
+        await call.send_json(await call.read_off_loop(partial(self._tokens, body)))
 
     async def detokenize(self, call: Call) -> None:
-        """Answer with the text of tokens."""
+        """Reply with the text of the body's token ids."""
         body = await call.json()
-        await call.send_json(await call.beside_the_loop(partial(self._text, body)))
+        await call.send_json(await call.read_off_loop(partial(self._text, body)))
 
     async def count(self, call: Call) -> None:
-        """Answer with the number of tokens of a prompt."""
+        """Reply with the body's number of prompt tokens, without serving it."""
         body, interface = await call.json(), INTERFACES[call.path]
-        request = await call.beside_the_loop(
-            partial(interface.read, body, partial(self._service.parse, is_counted=True))
-        )
+        request = await call.read_off_loop(partial(interface.read, body, partial(self._service.parse, is_counted=True)))
         (prompt,) = request.prompts
         kind = {"object": "response.input_tokens"} if call.path == INPUT_TOKENS else {}
         await call.send_json(kind | {"input_tokens": len(prompt)})
 
     async def pool(self, call: Call) -> None:
-        """Refuse what only a model that pools can answer."""
+        """Refuse a request for embeddings, classes or scores: the model generates text."""
         message = (
             f"{call.path} needs a model that pools, and {self._service.model_names[0]} generates text; "
             "a server started with --runner pooling makes embeddings of any model"
@@ -81,11 +79,13 @@ class Info:
         raise BadRequestError(message, "model", "model_does_not_pool")
 
     def _tokenizer(self) -> Tokenizer:
+        """Return the tokenizer; BadRequestError if the engine has none."""
         if self._engine.tokenizer is None:
             raise BadRequestError("the engine must have a tokenizer, and runs with skip_tokenizer_init")
         return self._engine.tokenizer
 
     def _tokens(self, body: Json) -> Json:
+        """Return the reply to a /tokenize body."""
         tokenizer, is_chat = self._tokenizer(), body.get("messages") is not None
         given = BodyReader().read(body, _TOKENIZED_CHAT if is_chat else _TOKENIZED_TEXT)
         self._check_model(given)
@@ -102,6 +102,7 @@ class Info:
         return {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens, "token_strs": pieces}
 
     def _text(self, body: Json) -> Json:
+        """Return the reply to a /detokenize body."""
         given = BodyReader().read(body, _DETOKENIZED)
         self._check_model(given)
         tokens, limit = given["tokens"], self._engine.arch.vocab_size
@@ -110,6 +111,7 @@ class Info:
         return {"prompt": self._tokenizer().decode(tokens, skip_special_tokens=False)}
 
     def _check_model(self, body: Json) -> None:
+        """Raise BadRequestError if a body names a model that the server does not have."""
         if (model := body.get("model")) is not None:
             check_model(model, self._service.model_names)
 
@@ -118,31 +120,26 @@ class Info:
         return self._engine.schedule.max_model_len
 
     def _model_card(self, name: str) -> Json:
-        facts = {
-            "created": self._started_s,
-            "owned_by": "jaxserve",
-            "root": self._service.model_names[0],
-            "parent": None,
-        }
-        return {"id": name, "object": "model", **facts, "max_model_len": self._max_model_len}
+        """Return OpenAI's model object for one of the model's names."""
+        card = {"id": name, "object": "model", "created": self._started_s, "owned_by": "jaxserve"}
+        return card | {"root": self._service.model_names[0], "parent": None, "max_model_len": self._max_model_len}
 
     async def models(self, call: Call) -> None:
-        """List the names of the model."""
+        """Reply with a model object for each of the model's names."""
         await call.send_json({"object": "list", "data": [self._model_card(n) for n in self._service.model_names]})
 
     async def model(self, call: Call) -> None:
-        """Describe one of the names."""
+        """Reply with the model object for the name in the path."""
         name = call.path.removeprefix("/v1/models/")
         check_model(name, self._service.model_names)
         await call.send_json(self._model_card(name))
 
     async def health(self, call: Call) -> None:
-        """Say whether the engine gets on."""
-        reason = self._service.health.problem()
-        await call.send_json({"status": reason or "ok"}, 200 if reason is None else 503)
+        """Reply with status 200 if the engine makes progress, else with 503 and the reason."""
+        await self._send_status(call, self._service.health.problem())
 
     async def ready(self, call: Call) -> None:
-        """Say whether requests are welcome."""
+        """Reply with status 200 if the server takes requests, else with 503 and the reason."""
         reason = self._service.health.problem()
         if self._service.is_draining:
             reason = "the server is stopping"
@@ -150,24 +147,27 @@ class Info:
             reason = "programs are being compiled"
         elif reason is None and self._service.is_full:
             reason = "the queue is full"
+        await self._send_status(call, reason)
+
+    async def _send_status(self, call: Call, reason: str | None) -> None:
         await call.send_json({"status": reason or "ok"}, 200 if reason is None else 503)
 
     async def load(self, call: Call) -> None:
-        """Say how many requests are open."""
+        """Reply with the open requests' number."""
         await call.send_json({"server_load": len(self._service.streams)})
 
     async def version(self, call: Call) -> None:
-        """Answer with the version."""
+        """Reply with jaxserve's version."""
         await call.send_json({"version": __version__})
 
     async def page(self, call: Call) -> None:
-        """Answer with a page to try the model and to see the load."""
+        """Reply with an HTML page on which to try the model and to see the load."""
         policy = b"default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
         headers = [(b"content-security-policy", policy + b"; frame-ancestors 'none'")]
         await http.send_bytes(call.send, 200, self._page, b"text/html; charset=utf-8", headers)
 
     async def metrics(self, call: Call) -> None:
-        """Answer with all metrics, in Prometheus' format."""
+        """Reply with all metrics in Prometheus' text format."""
         content_type = b"text/plain; version=0.0.4; charset=utf-8"
         text = await call.in_workers(self._service.observer.text)
         await http.send_bytes(call.send, 200, text, content_type)

@@ -46,7 +46,7 @@ def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
 
 
 class _Decoder(json.JSONDecoder):
-    """Parser in Python, which lets other threads run.
+    """JSON parser in Python, which lets other threads run, and which limits nesting and the number of values.
 
     Args:
         max_depth: maximum nesting.
@@ -61,6 +61,7 @@ class _Decoder(json.JSONDecoder):
         self.scan_once = self._scan_once
 
     def _scan_once(self, text: str, start: int) -> Any:
+        """Count a value, and return it and the position after it; BadRequestError if there are too many."""
         self._num_items += 1
         if self._num_items > MAX_ITEMS:
             raise BadRequestError(
@@ -69,6 +70,7 @@ class _Decoder(json.JSONDecoder):
         return self._scan(text, start)
 
     def _enter(self) -> None:
+        """Count a level of nesting; BadRequestError if there are too many."""
         self._depth += 1
         if self._depth > self._max_depth:
             raise _too_deep(self._max_depth)
@@ -76,7 +78,10 @@ class _Decoder(json.JSONDecoder):
     def _parse_object(
         self, start: tuple[str, int], strict: bool, scan_once: Any, hook: Any, pairs_hook: Any, memo: dict[str, str]
     ) -> Any:
-        """Return an object and the position after it. Python's own function makes the dict in one call to C."""
+        """Return the object that begins before `start`, (text, position), and the position after it.
+
+        Python's own function, whose signature this is, would make the dict in one call to C.
+        """
         self._enter()
         text, position = start
         found: dict[str, Any] = {}
@@ -108,6 +113,7 @@ class _Decoder(json.JSONDecoder):
             position = _after_space(text, position)
 
     def _value(self, text: str, start: int) -> tuple[Any, int]:
+        """Return the value at a position, and the position after it; JSONDecodeError if there is none."""
         try:
             value, position = self._scan_once(text, start)
         except StopIteration as error:
@@ -115,6 +121,7 @@ class _Decoder(json.JSONDecoder):
         return value, position
 
     def _parse_array(self, start: tuple[str, int], scan_once: Any) -> Any:
+        """Return the list that begins before `start`, (text, position), and the position after it."""
         self._enter()
         text, position = start
         values: list[Any] = []
@@ -140,11 +147,12 @@ class _Decoder(json.JSONDecoder):
 
 
 def _after_space(text: str, position: int) -> int:
+    """Return the position of the first character from `position` on that is not white space."""
     return _SPACE.match(text, position).end()  # type: ignore[union-attr]  # never None: the empty string matches
 
 
 def _is_shallow(content: dict[str, Any], max_depth: int) -> bool:
-    """Return whether lists and objects are nested at most so deep."""
+    """Return whether lists and objects in `content` are nested at most `max_depth` deep."""
     level: list[Any] = [content]
     for _ in range(max_depth):
         values = (value for each in level for value in (each.values() if isinstance(each, dict) else each))

@@ -39,7 +39,7 @@ def is_short(content: object) -> bool:
 
 
 def num_values(output: RequestOutput, *, has_echo: bool) -> int:
-    """Return the estimated number of values in an output's reply."""
+    """Return the estimated number of JSON values in the reply to an output; with `has_echo` it repeats the prompt."""
     num = _num_prompt_values(output, has_echo=has_echo) + (0 if output.pooled is None else output.pooled.size)
     for each in output.outputs:
         first = each.logprobs_since(0, 1)
@@ -49,7 +49,10 @@ def num_values(output: RequestOutput, *, has_echo: bool) -> int:
 
 
 def num_new_values(output: RequestOutput, increments: Sequence[Increment], *, has_echo: bool) -> int:
-    """Return the same estimate for increments' events; a completion's first one may echo the prompt."""
+    """Return the estimated number of values in the events for increments of `output`.
+
+    With `has_echo` the first increment of a completion is sent with the prompt.
+    """
     num = 0
     for increment in increments:
         num_tokens = len(increment.token_ids)
@@ -61,6 +64,7 @@ def num_new_values(output: RequestOutput, increments: Sequence[Increment], *, ha
 
 
 def _num_prompt_values(output: RequestOutput, *, has_echo: bool) -> int:
+    """Return the estimated number of values for an output's prompt: its tokens and their log probabilities."""
     tables = output.prompt_tables
     if tables is None and not has_echo:
         return 0
@@ -68,12 +72,12 @@ def _num_prompt_values(output: RequestOutput, *, has_echo: bool) -> int:
 
 
 def _width(tables: Sequence[Mapping[int, Logprob] | None]) -> int:
-    """Return the number of values per token, by the first table."""
+    """Return the estimated number of values per token, given log-probability tables for the first token."""
     return 1 + sum(len(table) for table in tables if table is not None)
 
 
 def _parts(value: Any) -> Iterator[str]:
-    """Yield a value's text in parts, each encoded in a fraction of a millisecond."""
+    """Yield a value's JSON text in parts, each encoded in a fraction of a millisecond."""
     if _left(value, MAX_VALUES) >= 0:
         yield _encode(value)
     elif isinstance(value, Mapping):
@@ -93,7 +97,7 @@ def _parts(value: Any) -> Iterator[str]:
 
 
 def _items(values: Any) -> Iterator[str]:
-    """Yield a list's text without brackets, short values together."""
+    """Yield the JSON text of a list or iterator without brackets, in which short values are encoded together."""
     batch: list[Any] = []
     left, separator = MAX_VALUES, ""
     for value in values:

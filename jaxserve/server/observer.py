@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import accumulate, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -14,22 +15,53 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from jaxserve.api.metrics import ITERATION_TOKENS, Counter, Gauge, Vector, vllm_metrics
-from jaxserve.server.buckets import ITL_S, PREEMPTIONS, REQUEST_S, SAMPLES, TTFT_S, token_buckets
 
 if TYPE_CHECKING:
     from jaxserve.assembly.engine import Engine
     from jaxserve.core.growing_outputs import RequestGroup
+    from jaxserve.scheduling.wait_estimate import Wait
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _REJECTIONS = ("queue_full", "queue_tokens", "wait", "extras", "shed", "key_limit", "rate_limit", "draining")
-
-
 _NEVER_COUNTED = (  # there are no caches but the pools, and no prompts but text
     *("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"),
     *("vllm:mm_cache_queries", "vllm:mm_cache_hits"),
 )
 FRESH_S = 0.02  # lifetime of an estimate
+MAX_CLASSES = 64  # classes whose estimates are kept
+
+# Upper bounds of the histograms' buckets, as vLLM's metrics have them.
+# fmt: off
+_TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+           160.0, 640.0, 2560.0)
+_ITL_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_REQUEST_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+              960.0, 1920.0, 7680.0)
+# fmt: on
+_SAMPLES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
+_TIMES = {  # histograms of times, with their help and bounds
+    "time_to_first_token_seconds": ("Time to first token.", _TTFT_S),
+    "inter_token_latency_seconds": ("Time between two tokens.", _ITL_S),
+    "request_time_per_output_token_seconds": ("Mean time per token of a request.", _ITL_S),
+    "e2e_request_latency_seconds": ("Time from arrival to end of a request.", _REQUEST_S),
+    "request_queue_time_seconds": ("Time of a request in the queue.", _REQUEST_S),
+    "request_inference_time_seconds": ("Time of a request from its first step on.", _REQUEST_S),
+    "request_prefill_time_seconds": ("Time of a request from its first step to its first token.", _REQUEST_S),
+    "request_decode_time_seconds": ("Time of a request from its first token to its last.", _REQUEST_S),
+}
+_COUNTS = {
+    "request_params_n": ("Samples of a request.", _SAMPLES),
+    "request_num_preemptions": ("Preemptions of a request.", _PREEMPTIONS),
+}
+_TOKENS = {  # histograms of tokens, whose bounds depend on max_model_len
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_generation_tokens": "Generated tokens of a request.",
+    "request_max_num_generation_tokens": "Generated tokens of a request's longest sample.",
+    "request_params_max_tokens": "Most tokens of a request.",
+    "request_prefill_kv_computed_tokens": "Prompt tokens that were not cached.",
+}
 
 
 class Observer(Collector):
@@ -41,7 +73,7 @@ class Observer(Collector):
 
     Attributes:
         wait_estimator: estimates of waits.
-        degradations: counts by degradation step.
+        degradations: times that each rung of the degradation ladder has come on.
         rejections: requests that were not admitted, by reason.
     """
 
@@ -50,38 +82,20 @@ class Observer(Collector):
         self._labels = {"model_name": model_name, "engine": "0"}
         self.degradations: Mapping[str, int] = {}
         self.wait_estimator = engine.host.wait_estimator
-        self._estimated_at_s, self._estimate_s = -math.inf, 0.0
+        self._waits: dict[int | None, tuple[float, Wait | None]] = {}  # times and estimates by class
         self.rejections = dict.fromkeys(_REJECTIONS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         self._last_s: dict[str, tuple[int, float]] = {}  # number of tokens and time, by request id
         self._registry = CollectorRegistry()
         self._registry.register(self)
         disable_created_metrics()
-        tokens = token_buckets(engine.schedule.max_model_len)
-        labels: dict[str, Any] = {"labelnames": list(self._labels), "registry": self._registry}
+        tokens = _token_bounds(engine.schedule.max_model_len)
+        tables = {**_TIMES, **_COUNTS, **{name: (text, tokens) for name, text in _TOKENS.items()}}
         self._histograms = {
-            name: Histogram(f"vllm:{name}", text, buckets=buckets, **labels).labels(**self._labels)
-            for name, text, buckets in (
-                ("time_to_first_token_seconds", "Time to first token.", TTFT_S),
-                ("inter_token_latency_seconds", "Time between two tokens.", ITL_S),
-                ("request_time_per_output_token_seconds", "Mean time per token of a request.", ITL_S),
-                ("e2e_request_latency_seconds", "Time from arrival to end of a request.", REQUEST_S),
-                ("request_queue_time_seconds", "Time of a request in the queue.", REQUEST_S),
-                ("request_inference_time_seconds", "Time of a request from its first step on.", REQUEST_S),
-                (
-                    "request_prefill_time_seconds",
-                    "Time of a request from its first step to its first token.",
-                    REQUEST_S,
-                ),
-                ("request_decode_time_seconds", "Time of a request from its first token to its last.", REQUEST_S),
-                ("request_prompt_tokens", "Prompt tokens of a request.", tokens),
-                ("request_generation_tokens", "Generated tokens of a request.", tokens),
-                ("request_max_num_generation_tokens", "Generated tokens of a request's longest sample.", tokens),
-                ("request_params_n", "Samples of a request.", SAMPLES),
-                ("request_params_max_tokens", "Most tokens of a request.", tokens),
-                ("request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", tokens),
-                ("request_num_preemptions", "Preemptions of a request.", PREEMPTIONS),
+            name: Histogram(f"vllm:{name}", text, [*self._labels], buckets=bounds, registry=self._registry).labels(
+                **self._labels
             )
+            for name, (text, bounds) in tables.items()
         }
 
     def note(self, group: RequestGroup) -> None:
@@ -103,96 +117,108 @@ class Observer(Collector):
             self._note_end(group)
 
     def _note_end(self, group: RequestGroup) -> None:
-        output, params = group.output, group.params
-        add = self._add
-        num_prompt_tokens = len(output.prompt_token_ids)
-        add("request_prompt_tokens", num_prompt_tokens)
-        add("request_params_n", params.n)
-        add("request_params_max_tokens", params.max_tokens)
-        add("request_prefill_kv_computed_tokens", num_prompt_tokens - output.num_cached_tokens)
-        add("request_max_num_generation_tokens", max(c.metrics.num_output_tokens for c in output.outputs))
+        """Count a request that has ended, and its samples."""
+        output, params, num_prompt_tokens = group.output, group.params, len(group.output.prompt_token_ids)
+        self._add(
+            request_prompt_tokens=num_prompt_tokens,
+            request_params_n=params.n,
+            request_params_max_tokens=params.max_tokens,
+            request_prefill_kv_computed_tokens=num_prompt_tokens - output.num_cached_tokens,
+            request_max_num_generation_tokens=max(c.metrics.num_output_tokens for c in output.outputs),
+        )
         for completion in output.outputs:
             m = completion.metrics
             reason = "abort" if completion.finish_reason is None else completion.finish_reason
             self._finished["error" if reason == "abort" and group.error is not None else reason] += 1
-            add("request_generation_tokens", m.num_output_tokens)
             self.wait_estimator.lengths.ended(m.num_output_tokens, at_limit=reason == "length")
-            add("request_num_preemptions", m.num_preemptions)
-            if m.finished_s is None:
-                continue
-            add("e2e_request_latency_seconds", m.total_s)
-            add("request_time_per_output_token_seconds", m.tpot_s)
-            add("request_queue_time_seconds", m.queue_s)
-            add("request_prefill_time_seconds", m.prefill_s)
-            if m.scheduled_s is not None:
-                add("request_inference_time_seconds", m.finished_s - m.scheduled_s)
-            if m.first_token_s is not None and m.last_token_s is not None:
-                add("request_decode_time_seconds", m.last_token_s - m.first_token_s)
+            self._add(request_generation_tokens=m.num_output_tokens, request_num_preemptions=m.num_preemptions)
+            if m.finished_s is not None:
+                self._add(
+                    e2e_request_latency_seconds=m.total_s,
+                    request_time_per_output_token_seconds=m.tpot_s,
+                    request_queue_time_seconds=m.queue_s,
+                    request_prefill_time_seconds=m.prefill_s,
+                    request_inference_time_seconds=seconds_between(m.scheduled_s, m.finished_s),
+                    request_decode_time_seconds=seconds_between(m.first_token_s, m.last_token_s),
+                )
 
-    def _add(self, name: str, value: float | int | None) -> None:
-        if value is not None:
-            self._histograms[name].observe(value)
+    def _add(self, **values: float | int | None) -> None:
+        """Add a value to each named histogram, unless it is None."""
+        for name, value in values.items():
+            if value is not None:
+                self._histograms[name].observe(value)
 
     def reject(self, reason: str) -> None:
-        """Count a request that was not admitted."""
+        """Count a request that was not admitted, by the reason."""
         self.rejections[reason] = self.rejections.get(reason, 0) + 1
 
-    def estimated_wait_s(self) -> float:
-        """Return the time until a request that came now would start."""
+    def wait(self, priority: int | None = None) -> Wait | None:
+        """Return how long a short request of a class would wait if it came now; None before steps were measured.
+
+        Args:
+            priority: the class; None if it neither overtakes nor preempts others.
+        """
         now_s = time.monotonic()
-        if now_s - self._estimated_at_s > FRESH_S:  # each reply may ask, and an estimate takes milliseconds
-            wait = self.wait_estimator.wait()
-            self._estimated_at_s, self._estimate_s = now_s, 0.0 if wait is None else float(wait.start_s)
-        return self._estimate_s
+        at_s, wait = self._waits.get(priority, (-math.inf, None))
+        if now_s - at_s > FRESH_S:  # each reply may ask, and an estimate takes milliseconds
+            wait = self.wait_estimator.wait(1, priority)
+            if len(self._waits) >= MAX_CLASSES:  # clients may choose any number
+                self._waits.clear()
+            self._waits[priority] = now_s, wait
+        return wait
+
+    def estimated_wait_s(self) -> float:
+        """Return the time until a request that came now would start; 0 if that is unknown."""
+        wait = self.wait()
+        return 0.0 if wait is None else float(wait.start_s)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        own, by_model = self._labels, {"model_name": self._labels["model_name"]}
-        for metric in vllm_metrics(self._engine.stats, self._engine.occupancy):
+        own, by_model, stats = self._labels, {"model_name": self._labels["model_name"]}, self._engine.stats
+        gauge, counter = partial(_family, GaugeMetricFamily, own), partial(_family, CounterMetricFamily, own)
+        for metric in vllm_metrics(stats, self._engine.occupancy):
             match metric:
                 case Gauge(name, value):
-                    yield _family(GaugeMetricFamily, name, own, value)
+                    yield gauge(name, {"": value})
                 case Counter(name, value):
-                    yield _family(CounterMetricFamily, name, own, value)
+                    yield counter(name, {"": value})
                 case Vector(name, by_position):
-                    yield _counters(name, own, "position", {str(i): value for i, value in enumerate(by_position)})
+                    yield counter(name, {str(i): value for i, value in enumerate(by_position)}, "position")
         yield from self._gauges()
-        stats = self._engine.stats
         sources = {
             "local_compute": stats.num_prefill_tokens,
             "local_cache_hit": stats.num_cached_tokens,
             "external_kv_transfer": 0,  # there is no cache but the pools
         }
-        yield _counters("vllm:prompt_tokens_by_source", own, "source", sources)
+        yield counter("vllm:prompt_tokens_by_source", sources, "source")
         places = dict.fromkeys(("device", "host", "p2p", "disk", "external_unspecified"), 0)
         places["device"] = stats.num_cached_tokens
-        yield _counters("vllm:prompt_tokens_cached_by_source", own, "source", places)
-        yield _counters("vllm:request_success", own, "finished_reason", self._finished)
-        yield _counters("vllm:admission_rejections", by_model, "reason", self.rejections)
-        yield _counters("jaxserve:degradations", by_model, "rung", self.degradations)
+        yield counter("vllm:prompt_tokens_cached_by_source", places, "source")
+        yield counter("vllm:request_success", self._finished, "finished_reason")
+        yield _family(CounterMetricFamily, by_model, "vllm:admission_rejections", self.rejections, "reason")
+        yield _family(CounterMetricFamily, by_model, "jaxserve:degradations", self.degradations, "rung")
         for name in _NEVER_COUNTED:
-            yield _family(CounterMetricFamily, name, own, 0)
+            yield counter(name, {"": 0})
         if expert_tokens := stats.expert_tokens.total().values:
             by_expert = {str(expert): count for expert, count in enumerate(expert_tokens)}
-            yield _counters("jaxserve:expert_tokens", own, "expert", by_expert)
-        names, values = list(own), list(own.values())
-        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=names)
+            yield counter("jaxserve:expert_tokens", by_expert, "expert")
+        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=[*own])
         counts = zip_longest((*ITERATION_TOKENS, math.inf), stats.iterations_by_tokens.values, fillvalue=0)
         ends, totals = zip(*counts, strict=True)
         buckets = zip(map(floatToGoString, ends), accumulate(totals), strict=True)
-        steps.add_metric(values, list(buckets), stats.num_iteration_tokens)
+        steps.add_metric([*own.values()], list(buckets), stats.num_iteration_tokens)
         yield steps
 
     def _gauges(self) -> Iterator[Metric]:
         """Yield the gauges that `vllm_metrics` lacks."""
         labels, occupancy, schedule = self._labels, self._engine.occupancy, self._engine.schedule
-        yield _family(GaugeMetricFamily, "jaxserve:estimated_wait_seconds", labels, self.estimated_wait_s())
+        gauge = partial(_family, GaugeMetricFamily, labels)
+        yield gauge("jaxserve:estimated_wait_seconds", {"": self.estimated_wait_s()})
         num_deferred = min(occupancy.num_deferred, occupancy.num_waiting)
         waiting = {"capacity": occupancy.num_waiting - num_deferred, "deferred": num_deferred}
-        yield _gauges("vllm:num_requests_waiting_by_reason", labels, "reason", waiting)
+        yield gauge("vllm:num_requests_waiting_by_reason", waiting, "reason")
         state = self._engine.host.memory.sleep_state
-        states = {name: int(name == state) for name in _SLEEP_STATES}
-        yield _gauges("vllm:engine_sleep_state", labels, "sleep_state", states)
+        yield gauge("vllm:engine_sleep_state", {name: int(name == state) for name in _SLEEP_STATES}, "sleep_state")
         config, longest = self._engine.config, schedule.max_model_len
         concurrency = schedule.num_pages / max(schedule.kv_groups.num_pages(longest), 1)
         info = {
@@ -206,7 +232,7 @@ class Observer(Collector):
             "kv_cache_size_tokens": str(int(concurrency * longest)),  # vLLM counts requests with full length
             "kv_cache_max_concurrency": str(concurrency),
         }
-        yield _family(GaugeMetricFamily, "vllm:cache_config_info", {**labels, **info}, 1)
+        yield _family(GaugeMetricFamily, {**labels, **info}, "vllm:cache_config_info", {"": 1})
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -215,22 +241,33 @@ class Observer(Collector):
 
 def _family(
     family: type[GaugeMetricFamily | CounterMetricFamily],
-    name: str,
     labels: Mapping[str, str],
-    values: float | int | Mapping[str, float | int],
+    name: str,
+    values: Mapping[str, float | int],
     label: str = "",
 ) -> Metric:
-    """Return a metric with one value, or with one for each value of a further label."""
+    """Return a metric with the given values.
+
+    Args:
+        family: type of the metric.
+        labels: labels that all values have.
+        name: name of the metric, from which its help is derived.
+        values: values by a further label's value; a single one, under any key, without a further label.
+        label: name of the further label; "" for none.
+    """
     text = name.partition(":")[2].replace("_", " ").capitalize() + "."
-    made = family(name, text, labels=[*labels, label] if label else [*labels])
-    for value, number in values.items() if isinstance(values, Mapping) else (("", values),):
-        made.add_metric([*labels.values(), value] if label else [*labels.values()], number)
-    return made
+    metric = family(name, text, labels=[*labels, label] if label else [*labels])
+    for value, number in values.items():
+        metric.add_metric([*labels.values(), value] if label else [*labels.values()], number)
+    return metric
 
 
-def _gauges(name: str, labels: Mapping[str, str], label: str, by_value: Mapping[str, float | int]) -> Metric:
-    return _family(GaugeMetricFamily, name, labels, by_value, label)
+def seconds_between(start_s: float | None, end_s: float | None) -> float | None:
+    """Return the time from start to end; None if one of them is unknown."""
+    return None if start_s is None or end_s is None else end_s - start_s
 
 
-def _counters(name: str, labels: Mapping[str, str], label: str, by_value: Mapping[str, float | int]) -> Metric:
-    return _family(CounterMetricFamily, name, labels, by_value, label)
+def _token_bounds(max_tokens: int) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, 50 and so on up to `max_tokens`."""
+    values = (float(step * 10**power) for power in range(len(str(max_tokens))) for step in (1, 2, 5))
+    return tuple(value for value in values if value <= max_tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from jaxserve.server.http import header_value
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -23,7 +25,7 @@ def load_header(
         occupancy: requests and pages of the engine.
         estimated_wait_s: time until a request that came now would start.
     """
-    wanted = next((value for name, value in headers if name == REQUEST_HEADER), b"").strip().upper()
+    wanted = header_value(headers, REQUEST_HEADER).strip().upper()
     if wanted not in (b"TEXT", b"JSON"):
         return []
     metrics = {

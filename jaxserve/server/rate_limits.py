@@ -30,21 +30,21 @@ class TokenBucket:
         self._content, self._at_s = self.size, now_s
 
     def content(self, now_s: int | float) -> int | float:
-        """Return its content; negative for a debt."""
+        """Return the bucket's content at a time; negative for a debt."""
         if now_s > self._at_s:
             self._content = min(self._content + (now_s - self._at_s) * self.size / MINUTE_S, self.size)
             self._at_s = now_s
         return self._content
 
     def take(self, amount: int | float, now_s: int | float) -> int | float:
-        """Take an amount if it is there; return 0, or the time until it will be, and infinity if it never fits."""
+        """Take an amount and return 0; if the content is too small, return the seconds until it is enough."""
         wait_s = self.wait_s(amount, now_s)
         if not wait_s:
             self._content -= amount
         return wait_s
 
     def wait_s(self, amount: int | float, now_s: int | float) -> int | float:
-        """Return the time until an amount can be taken."""
+        """Return the seconds from `now_s` until an amount can be taken; infinite if it exceeds the bucket's size."""
         content = self.content(now_s)
         if amount <= content + 1e-9:
             return 0.0
@@ -55,7 +55,7 @@ class TokenBucket:
         self._content = min(self.content(now_s) + taken - used, self.size)
 
     def full_in_s(self, now_s: int | float) -> int | float:
-        """Return the time until it is full."""
+        """Return the seconds from `now_s` until the bucket is full."""
         return (self.size - self.content(now_s)) * MINUTE_S / self.size
 
 
@@ -125,10 +125,8 @@ class RateLimits:
         self._lock = RLock()
 
     def tenant_limits(self, tenant: str) -> Limits:
-        """Return the limits of a tenant."""
-        own, common = self._own.get(tenant), self._common
-        if own is None:
-            return common
+        """Return a tenant's limits, with the common ones for those that it does not have."""
+        own, common = self._own.get(tenant, Limits()), self._common
         return Limits(
             own.requests_per_minute or common.requests_per_minute,
             own.tokens_per_minute or common.tokens_per_minute,
@@ -138,7 +136,7 @@ class RateLimits:
         )
 
     def excess(self, tenant: str, num_tokens: int, now_s: int | float) -> Excess | None:
-        """Return the limit that a further request would exceed for longest; nothing is taken."""
+        """Return the limit that a further request with `num_tokens` would exceed for longest; None without excess."""
         amounts = {"requests": 1, "tokens": num_tokens}
         with self._lock:
             buckets = self._tenant_buckets(tenant, now_s).items()
@@ -146,7 +144,7 @@ class RateLimits:
         return max((each for each in waits if each.wait_s), key=lambda each: each.wait_s, default=None)
 
     def take(self, tenant: str, num_tokens: int, now_s: int | float) -> Excess | None:
-        """Count a request, or return the limit that it would exceed."""
+        """Take a request with `num_tokens` from the tenant's buckets and return None, or return the exceeded limit."""
         with self._lock:
             found = self.excess(tenant, num_tokens, now_s)
             if found is None:
@@ -155,13 +153,13 @@ class RateLimits:
         return found
 
     def settle(self, tenant: str, taken: int, used: int, now_s: int | float) -> None:
-        """Replace the taken tokens by the used ones."""
+        """Return the tokens that a tenant's request has taken and not used to its bucket."""
         with self._lock:
             if (bucket := self._tenant_buckets(tenant, now_s).get("tokens")) is not None:
                 bucket.settle(taken, used, now_s)
 
     def headers(self, tenant: str, now_s: int | float) -> list[tuple[bytes, bytes]]:
-        """Return OpenAI's headers with the remaining amounts."""
+        """Return OpenAI's headers with a tenant's limits and what remains of them."""
         headers = []
         with self._lock:
             for kind, bucket in self._tenant_buckets(tenant, now_s).items():
@@ -173,6 +171,7 @@ class RateLimits:
         return headers
 
     def _tenant_buckets(self, tenant: str, now_s: int | float) -> dict[str, TokenBucket]:
+        """Return a tenant's buckets by "requests" and "tokens", without those that have no limit; drop full ones."""
         if now_s - self._swept_s > MINUTE_S:
             self._swept_s = now_s
             for name, buckets in list(self._buckets.items()):

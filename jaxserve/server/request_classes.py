@@ -1,4 +1,4 @@
-"""Class and tenant of a request, from a gateway's headers."""
+"""Priority class and tenant of a request, from the headers of a gateway."""
 
 from __future__ import annotations
 

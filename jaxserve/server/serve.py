@@ -37,7 +37,7 @@ class _Server(uvicorn.Server):
         self._switch_interval_s = sys.getswitchinterval()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Begin to listen, with settings of the interpreter that keep pauses of the loop short."""
         self._loop = asyncio.get_running_loop()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         # Objects from the start live as long as the server. A full collection would visit all of them for up to 0.2 s,
@@ -49,13 +49,13 @@ class _Server(uvicorn.Server):
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections."""
+        """Close all connections, and restore the interpreter's settings."""
         await super().shutdown(sockets)
         sys.setswitchinterval(self._switch_interval_s)
         gc.unfreeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal, anywhere in the main thread's code."""
+        """Begin to drain at a first signal, and stop at a second; called anywhere in the main thread's code."""
         if self._app.service.is_draining or self._loop is None:
             self.force_exit = self.should_exit = True
             return
@@ -66,6 +66,7 @@ class _Server(uvicorn.Server):
         self._drain = asyncio.ensure_future(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:
+        """Drain the app, then let the server exit."""
         await self._app.drain()
         self.should_exit = True
 
@@ -85,7 +86,7 @@ def serve(
 
 
 def new_server(app: App, config: ServerConfig, sock: socket.socket, on_start: Callable[[str], None]) -> uvicorn.Server:
-    """Return an application's server, to be run on a thread; see `serve`."""
+    """Return the uvicorn server that runs an app at a socket; `on_start` is called with the URL. See `serve`."""
     url = url_of(sock)
     options = uvicorn.Config(
         app,

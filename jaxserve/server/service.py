@@ -126,7 +126,7 @@ class Service:
         )
 
     def for_batch_line(self, request: ParsedRequest) -> ParsedRequest:
-        """Return a batch line's request with the server's options; BadRequestError if it has too many samples."""
+        """Return the request in a batch line with the server's options; BadRequestError if it has too many samples."""
         self.check_size(request)
         return request if request.pooling is not None else self.with_options(request)
 

@@ -15,21 +15,27 @@ if TYPE_CHECKING:
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """Return a socket at the address of the options; ConfigError if it is taken."""
+    """Return a socket at the address of the options; ConfigError if it is taken.
+
+    A Unix socket that an ended server has left behind is replaced.
+    """
+    address: str | tuple[str, int]
     if config.uds is not None:
-        return _listen_at_path(config.uds)
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        family, address = socket.AF_UNIX, config.uds
+        name, flag = f"Unix socket {config.uds}", "--uds"
+    else:
+        family, address = socket.AF_INET6 if ":" in config.host else socket.AF_INET, (config.host, config.port)
+        name, flag = f"address {config.host} and port {config.port}", "--port"
     sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((config.host, config.port))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if config.uds is not None and _is_left_behind(config.uds):
+            os.unlink(config.uds)
+        sock.bind(address)
     except OSError as error:
         sock.close()
-        raise ConfigError(
-            f"the server must get the address {config.host} and port {config.port}, but: {error.strerror}; "
-            "choose another --port"
-        ) from error
-    sock.set_inheritable(False)
+        message = f"the server must get the {name}, but: {error.strerror or error}; choose another {flag}"
+        raise ConfigError(message) from error
     return sock
 
 
@@ -40,24 +46,8 @@ def is_reachable(sock: socket.socket) -> bool:
     return not ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def _listen_at_path(path: str) -> socket.socket:
-    """Return a Unix domain socket; a file that a server has left behind is replaced."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if _is_left_behind(path):
-            os.unlink(path)
-        sock.bind(path)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"the server must get the Unix socket {path}, but: {error.strerror or error}; choose another --uds"
-        ) from error
-    sock.set_inheritable(False)
-    return sock
-
-
 def _is_left_behind(path: str) -> bool:
-    """Return whether there is a socket at a path at which nothing listens."""
+    """Return whether the file at a path is a Unix socket at which no process listens."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -69,7 +59,7 @@ def _is_left_behind(path: str) -> bool:
 
 
 def url_of(sock: socket.socket) -> str:
-    """Return the address of a socket."""
+    """Return the URL at which a bound socket is reached."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]

@@ -1,10 +1,10 @@
-"""Streams: an event loop's requests on the engine's threads.
+"""Streams: the requests of a server's event loop, which the engine's threads compute.
 
 The engine's frontend calls listeners on a thread of its own. They leave their requests in a queue and wake the loop
 once, however many requests have news by then: to wake it takes longer than all else that a token costs. The callback
-that wakes it writes to all connections; the requests' tasks sleep until their replies are through.
+on the loop writes to all connections; the requests' tasks sleep until their replies are through.
 
-Writing to many connections takes processor time that the engine's own threads need. Where it would take more than a
+Writing to many connections takes processor time that the engine's own threads need. If it would take more than a
 small fraction of all time, as with many streams from a fast model, parts wait for some milliseconds, and later news
 is sent with them. The first news of a request and its end never wait.
 """
@@ -47,7 +47,7 @@ class BrokenStepError(RuntimeError):
 
 
 class Stream:
-    """A reply's requests, in the order of its prompts.
+    """The engine requests of one reply, a group per prompt, and the sending of their news.
 
     Args:
         groups: requests from `RequestReader.read`.
@@ -75,8 +75,8 @@ class Stream:
         self._write: Write | None = None
         self._through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def tell(self, group: RequestGroup) -> None:
-        """Send a request's news, unless the client must take data first. To be called on the loop."""
+    def notify(self, group: RequestGroup) -> None:
+        """Send a group's new tokens, now or once the client has read enough. To be called on the loop."""
         number = self._numbers[group.request_id]
         if self._is_waiting:
             self._news[number] = None
@@ -84,7 +84,7 @@ class Stream:
             self._send(number)
 
     def end(self) -> None:
-        """Let `run` return, as nobody waits for the reply."""
+        """Mark the stream as cancelled and let `run` return."""
         self.is_cancelled = True
         self._set_through()
 
@@ -95,7 +95,7 @@ class Stream:
 
     @contextmanager
     def expiring(self, total_s: float, first_token_s: float) -> Iterator[None]:
-        """Let `run` return when the client's timeouts have passed, within the context.
+        """End the stream as late if one of the client's timeouts passes within the context.
 
         Args:
             total_s: time that is left until the last token; may be infinite.
@@ -113,6 +113,7 @@ class Stream:
                 timer.cancel()
 
     def _expire(self, may_have_tokens: bool) -> None:
+        """End the stream as late, but not if `may_have_tokens` and any group has a token."""
         if not (may_have_tokens and any(group.output.metrics.num_output_tokens for group in self.groups)):
             self.is_late = True
             self.end()
@@ -133,7 +134,7 @@ class Stream:
         await self._through
 
     def resume(self) -> None:
-        """Send news, as far as the client takes it. To be called on the loop."""
+        """Send the groups' news until `write` returns False. To be called on the loop."""
         self._is_waiting = False
         while self._news and not self._is_waiting:
             number = next(iter(self._news))
@@ -141,7 +142,7 @@ class Stream:
             self._send(number)
 
     def _send(self, number: int) -> None:
-        """Send a request's news, unless nobody waits for it any more."""
+        """Send the new tokens of the group with this index, and let `run` return or raise if it was the last to end."""
         group, write = self.groups[number], self._write
         try:
             with self._lock:  # three values from one moment
@@ -163,12 +164,13 @@ class Stream:
                     self._set_through()
 
     def _set_through(self) -> None:
+        """Let `run` return."""
         if not self._through.done():
             self._through.set_result(None)
 
 
 class Streams:
-    """Streams that are open, and the engine's threads that serve them.
+    """A server's open streams, and the engine's threads that compute them.
 
     Args:
         engine: engine that nothing else drives.
@@ -187,16 +189,16 @@ class Streams:
         self._open: dict[str, Stream] = {}  # keys are request ids
         self._urgent: deque[RequestGroup] = deque()  # requests with first tokens or ends
         self._news: deque[RequestGroup] = deque()  # requests with other tokens
-        self._is_woken = self._is_timed = False  # True if `_wake`, or `_tell_rest` at its time, is about to be called
+        self._is_woken = self._is_timed = False  # True if `_wake`, or `_send_rest` at its time, is about to be called
         self._due_s = 0.0  # time at which other tokens may be written next
 
     def __len__(self) -> int:
-        """Requests whose replies are not through."""
+        """Return the number of engine requests whose replies are not through."""
         return len(self._open)
 
     @contextmanager
     def opened(self, stream: Stream) -> Iterator[Stream]:
-        """Serve a stream's requests; unfinished ones are cancelled at the end of the context."""
+        """Submit a stream's groups to the engine; cancel unfinished ones at the end of the context."""
         ids = [group.request_id for group in stream.groups]
         self._open.update(dict.fromkeys(ids, stream))
         try:
@@ -208,7 +210,7 @@ class Streams:
                 self._engine.frontend.cancel(request_id)
 
     def submit_quietly(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
-        """Serve requests without a client; the listener is called on the frontend's thread, after counting."""
+        """Submit groups that no stream sends; call `listener` on the frontend's thread when one has news."""
 
         def listen(group: RequestGroup) -> None:
             self._observe(group)
@@ -217,7 +219,7 @@ class Streams:
         self._threads.submit(groups, listen)
 
     def send(self, event: Event) -> None:
-        """Leave an event for the engine's core."""
+        """Send an event to the engine's core."""
         self._threads.send(event)
 
     def end_all(self) -> None:
@@ -230,7 +232,7 @@ class Streams:
         self._threads.stop()
 
     def _listen(self, group: RequestGroup) -> None:
-        """Take a request's news, on the frontend's thread."""
+        """Queue a group that has news, and wake the loop if it must be woken. Called on the frontend's thread."""
         self._observe(group)
         stream = self._open.get(group.request_id)
         if stream is None or (stream.is_whole and not group.output.finished):
@@ -244,36 +246,40 @@ class Streams:
             self._loop.call_soon_threadsafe(self._wake)
 
     def _observe(self, group: RequestGroup) -> None:
+        """Count a group's news in the metrics."""
         try:
             self._observer.note(group)
         except Exception:  # a defect in counting must not cost the client its reply
             logger.exception("a request could not be counted")
 
     def _wake(self) -> None:
+        """Send first tokens and ends, and other news now or at the time when they are due. Called on the loop."""
         self.num_wakes += 1
         self._is_woken = False  # first: later news wakes the loop again
-        self._tell(self._urgent)
+        self._send_all(self._urgent)
         if not self._news or self._is_timed:
             return
         wait_s = self._due_s - time.monotonic()
         if wait_s <= 0:
-            self._tell_rest()
+            self._send_rest()
         else:
             self._is_timed = True
-            self._loop.call_later(wait_s, self._tell_rest)
+            self._loop.call_later(wait_s, self._send_rest)
 
-    def _tell_rest(self) -> None:
+    def _send_rest(self) -> None:
+        """Send other news than first tokens and ends, and set the time before which they are not sent again."""
         self._is_timed = False  # first: see `_wake`
         began_s = time.monotonic()
-        self._tell(self._news)
+        self._send_all(self._news)
         ended_s = time.monotonic()
         wait_s = min((ended_s - began_s) * (1 / MAX_WRITING - 1), LONGEST_WAIT_S)
         self._due_s = max(began_s + self.interval_s, ended_s + wait_s)
 
-    def _tell(self, news: deque[RequestGroup]) -> None:
+    def _send_all(self, news: deque[RequestGroup]) -> None:
+        """Empty a queue of groups with news, and notify each group's stream once."""
         groups: dict[RequestGroup, None] = {}  # once each, though steps may have come faster than wakes
         while news:
             groups[news.popleft()] = None
         for group in groups:
             if (stream := self._open.get(group.request_id)) is not None:
-                stream.tell(group)
+                stream.notify(group)

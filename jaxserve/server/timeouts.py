@@ -1,4 +1,4 @@
-"""Timeouts of clients: until when somebody waits for a reply, as headers and bodies say it."""
+"""Timeouts of clients, which headers and bodies specify: how long they wait for a reply."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from jaxserve.errors import brief
 from jaxserve.openai.errors import BadRequestError
 
-_TOTAL = {b"x-litellm-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}  # headers and their units in seconds
-_FIRST = {b"x-litellm-stream-timeout": 1.0}
 _READ = b"x-stainless-read-timeout"  # seconds without a byte, from OpenAI's and Anthropic's clients
+_FIRST = b"x-litellm-stream-timeout"
+_UNITS_S = {b"x-litellm-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3, _FIRST: 1.0, _READ: 1.0}
 
 
 class Timeouts(NamedTuple):
-    """Times from the arrival of a request on; infinite where nothing is said.
+    """Maximum times after a request's arrival; infinite if its client specifies none.
 
     Attributes:
         total_s: time until the end of the reply.
@@ -26,16 +26,16 @@ class Timeouts(NamedTuple):
     first_token_s: float = math.inf
 
     def since(self, came_s: int | float, now_s: int | float) -> Timeouts:
-        """Return what is left of the times."""
+        """Return the times that are left at `now_s` for a request that came at `came_s`."""
         passed_s = now_s - came_s
         return Timeouts(max(self.total_s - passed_s, 0.0), max(self.first_token_s - passed_s, 0.0))
 
 
 def read_timeouts(headers: Sequence[tuple[bytes, bytes]], body: dict[str, Any], *, streams: bool) -> Timeouts:
-    """Return the timeouts of a request; the shortest of each kind counts.
+    """Return a request's timeouts; the shortest of each kind counts.
 
     Args:
-        headers: headers of the request. One that cannot be read is left out: gateways write them, not clients.
+        headers: request headers. One that cannot be read is left out: gateways write them, not clients.
         body: its body, which may have the field `timeout`, in seconds.
         streams: True if the client gets its reply in parts, so that its read timeout is over with the first.
 
@@ -52,18 +52,17 @@ def read_timeouts(headers: Sequence[tuple[bytes, bytes]], body: dict[str, Any], 
         except OverflowError:  # an integer of hundreds of digits
             total_s = math.inf
     for name, value in headers:
-        if name in _TOTAL:
-            total_s = min(total_s, _number(value) * _TOTAL[name])
-        elif name in _FIRST:
-            first_s = min(first_s, _number(value) * _FIRST[name])
-        elif name == _READ and streams:
-            first_s = min(first_s, _number(value))
-        elif name == _READ:
-            total_s = min(total_s, _number(value))
+        if name in _UNITS_S:
+            limit_s = _positive(value) * _UNITS_S[name]
+            if name == _FIRST or (name == _READ and streams):
+                first_s = min(first_s, limit_s)
+            else:
+                total_s = min(total_s, limit_s)
     return Timeouts(total_s, min(first_s, total_s))
 
 
-def _number(value: bytes) -> int | float:
+def _positive(value: bytes) -> int | float:
+    """Return the positive number in a header; infinity if there is none."""
     try:
         number = float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Spans of requests for OpenTelemetry (extra: otel), under vLLM's names.
+"""Request spans for OpenTelemetry (extra: otel), under vLLM's names.
 
 A request's span is made at its end from times that its outputs have anyway: nothing is done for a token. Spans have
 numbers and no texts.
@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import ConfigError, install_extra
+from jaxserve.server.observer import seconds_between
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,11 +25,11 @@ SPAN_NAME = "llm_request"
 
 
 class Traces:
-    """Spans of requests.
+    """Exporter of a span for each ended request.
 
     Args:
-        model_name: name of the model.
-        processor: processor of the spans, such as one that sends them in batches.
+        model_name: the model's name.
+        processor: span processor, such as one that sends them in batches.
     """
 
     def __init__(self, model_name: str, processor: SpanProcessor) -> None:
@@ -45,7 +46,7 @@ class Traces:
 
     @classmethod
     def from_endpoint(cls, model_name: str, endpoint: str | None) -> Traces | None:
-        """Return spans that are sent to a collector by OTLP over HTTP; None without its URL."""
+        """Return an exporter that sends spans to the collector at a URL by OTLP over HTTP; None without a URL."""
         if endpoint is None:
             return None
         try:
@@ -56,11 +57,11 @@ class Traces:
         return cls(model_name, BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
 
     def note(self, headers: Headers, groups: Sequence[RequestGroup]) -> None:
-        """Make the span of a request that has ended.
+        """Export an ended HTTP request's span.
 
         Args:
-            headers: headers of the request, in which `traceparent` may name the span that this one belongs to.
-            groups: its prompts.
+            headers: its headers, in which `traceparent` may name the parent span.
+            groups: the engine's requests, one per prompt.
         """
         carrier = {
             name.decode(): value.decode("latin-1") for name, value in headers if name in (b"traceparent", b"tracestate")
@@ -79,19 +80,21 @@ class Traces:
         span.end(int((end_s + offset_s) * 1e9))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the spans that are not sent yet."""
         self._provider.shutdown()
 
 
 def _attributes(model_name: str, groups: Sequence[RequestGroup], first: RequestMetrics, end_s: float) -> dict[str, Any]:
-    """Return the attributes of a span; those of which nothing is known are left out."""
+    """Return the attributes of a request's span, without unknown ones.
+
+    Args:
+        model_name: the model's name.
+        groups: the engine's requests, one per prompt.
+        first: times of the first.
+        end_s: time when the last ended.
+    """
     params = groups[0].params
     outputs = [output for group in groups for output in group.output.outputs]
-    decode_s = inference_s = None
-    if first.first_token_s is not None and first.last_token_s is not None:
-        decode_s = first.last_token_s - first.first_token_s
-    if first.scheduled_s is not None:
-        inference_s = end_s - first.scheduled_s
     attributes = {
         "gen_ai.response.model": model_name,
         "gen_ai.request.id": groups[0].request_id,
@@ -106,7 +109,7 @@ def _attributes(model_name: str, groups: Sequence[RequestGroup], first: RequestM
         "gen_ai.latency.time_to_first_token": first.ttft_s,
         "gen_ai.latency.e2e": end_s - first.arrival_s,
         "gen_ai.latency.time_in_model_prefill": first.prefill_s,
-        "gen_ai.latency.time_in_model_decode": decode_s,
-        "gen_ai.latency.time_in_model_inference": inference_s,
+        "gen_ai.latency.time_in_model_decode": seconds_between(first.first_token_s, first.last_token_s),
+        "gen_ai.latency.time_in_model_inference": seconds_between(first.scheduled_s, end_s),
     }
     return {name: value for name, value in attributes.items() if value is not None}

@@ -70,7 +70,7 @@ class Workers:
 
         Args:
             tenant: name of the tenant for whom they are made.
-            pieces: pieces, each of which takes a millisecond at most.
+            pieces: pieces, which take a millisecond each at most.
         """
         has_more = True
         while has_more:
@@ -82,11 +82,11 @@ class Workers:
         self._pool.submit(_release, groups)
 
     def close(self) -> None:
-        """Begin no more work."""
+        """Cancel the work that has not begun; do not wait for the rest."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
-        """Give turns to waiting work, as far as there are threads."""
+        """Give waiting work its turn while threads are free, in the order that the module describes."""
         while sum(self._num_running.values()) < MAX_THREADS:
             ready = [name for name in self._waiting if self._num_running.get(name, 0) < MAX_PER_TENANT]
             if not ready:
@@ -100,11 +100,12 @@ class Workers:
                 turn.set_result(None)
 
     def _ended(self, loop: asyncio.AbstractEventLoop, tenant: str, began_s: float, future: Future[object]) -> None:
-        """Note the end of work, on its thread."""
+        """Release a tenant's thread on the loop; called on the thread when the work has ended."""
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._release, tenant, time.monotonic() - began_s)
 
     def _release(self, tenant: str, used_s: float) -> None:
+        """Count a tenant's work as ended after `used_s` seconds, and start waiting work."""
         self._num_running[tenant] -= 1
         if not self._num_running[tenant]:
             del self._num_running[tenant]
@@ -118,13 +119,14 @@ class Workers:
 
 
 def _release(groups: Sequence[RequestGroup]) -> None:
+    """Free the log probabilities of groups one by one, with pauses in which the loop can run."""
     for group in groups:
         group.release_logprobs()
         time.sleep(GIL_PAUSE_S)
 
 
 def _take(pieces: Iterator[bytes]) -> tuple[list[bytes], bool]:
-    """Return the next pieces, and whether there may be more."""
+    """Return the next pieces, about `MAX_PART_BYTES`, and whether there may be more."""
     made: list[bytes] = []
     num_bytes = 0
     for piece in pieces:

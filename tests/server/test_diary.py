@@ -43,11 +43,11 @@ def test_refusals_are_counted_at_intervals(caplog: pytest.LogCaptureFixture, mon
     for _ in range(80):
         own.note_refusal(503, "queue_full")
     own.note_refusal(401, "invalid_api_key")
-    own.tell_refusals()
+    own.log_refusals()
     assert said(caplog) == [], "each would be a line of its own"
     monkeypatch.setattr(diary, "REFUSALS_INTERVAL_S", 0.0)
-    own.tell_refusals()
-    own.tell_refusals()
+    own.log_refusals()
+    own.log_refusals()
     assert said(caplog) == ["requests refused in 0 s: 81 (80 with 503 queue_full, 1 with 401 invalid_api_key)"]
 
 

@@ -182,7 +182,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once(engine: Engine) -
     with running(engine, admission_ttft_ms=["1000"], degradation=["extras"]) as server:
         admission = server.app.service.admission
         waits = [Wait(5.25, 5.5)]
-        admission.wait = lambda priority: waits[-1]  # type: ignore[method-assign]
+        server.app.service.observer.wait = lambda priority=None: waits[-1]  # type: ignore[method-assign]
         for body in (LONG, LONG | {"prompt": "a" * 2000}, LONG | {"prompt": [5]}):
             began_s = time.perf_counter()
             reply = server.client.post("/v1/completions", json=body)

@@ -60,7 +60,7 @@ def test_a_slow_client_gets_everything(seed: int) -> None:
             if not left[key]:
                 completion.finish_reason = "length"
                 output.finished = all(each.finished() for each in output.outputs)
-            stream.tell(groups[number])
+            stream.notify(groups[number])
             if task is None and rng.random() < 0.3:
                 task = asyncio.ensure_future(stream.run(write))
                 await asyncio.sleep(0)
@@ -91,7 +91,7 @@ def test_an_end_and_errors_reach_who_waits() -> None:
         group = new_group("b")
         group.error = ValueError("the device is lost")
         broken = Stream([group], Lock(), is_whole=True)
-        broken.tell(group)
+        broken.notify(group)
         with pytest.raises(BrokenStepError, match="the device is lost"):
             await asyncio.wait_for(broken.run(), 5)
 
@@ -101,7 +101,7 @@ def test_an_end_and_errors_reach_who_waits() -> None:
         group = new_group("c")
         group.output.outputs[0].token_ids.append(1)
         failing = Stream([group], Lock(), is_whole=False)
-        failing.tell(group)
+        failing.notify(group)
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(failing.run(write), 5)
 
