@@ -53,10 +53,12 @@ class Server:
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
+    """Return the HTTP headers for a key; none without one."""
     return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 def _first_model(url: str, headers: dict[str, str]) -> str:
+    """Return the first model name that a server lists at a URL; ConfigError if it lists none."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=CONNECT_S) as reply:
             name = json.load(reply)["data"][0]["id"]
@@ -83,6 +85,7 @@ def run_remote(server: Server, requests: Sequence[TimedRequest], *, max_concurre
 
 
 async def _run(server: Server, requests: Sequence[TimedRequest], max_concurrency: int) -> LoadTrace:
+    """Send each request when it is due, and return the trace; see `run_remote`."""
     try:
         import aiohttp  # noqa: PLC0415 - an extra
     except ImportError as error:
@@ -118,6 +121,7 @@ async def _run(server: Server, requests: Sequence[TimedRequest], max_concurrency
 
 
 async def _ask(session: ClientSession, server: Server, request: TimedRequest, arrival_s: float) -> _Reply:
+    """Send a request, which arrived `arrival_s` seconds after the start, and return its reply unparsed."""
     body = {
         "model": server.model,
         "prompt": request.prompt,
@@ -144,7 +148,7 @@ class _FailedError(Exception):
 
 @dataclass(slots=True)
 class _Reply:
-    """Reply to a request.
+    """Reply to a request, or the reason why there is none.
 
     Attributes:
         request: the request.
@@ -177,7 +181,11 @@ class _Reply:
 
 
 def _read_events(parts: Sequence[tuple[float, bytes]]) -> tuple[list[float], dict[str, Any]]:
-    """Return arrival times of events with text, and token counts."""
+    """Parse a stream of server-sent events, given the arrival time and content of each part.
+
+    Returns:
+        Arrival time of each event with text, and the token counts that the last event has.
+    """
     ends = list(itertools.accumulate(len(part) for _, part in parts))
     content = b"".join(part for _, part in parts)
     arrivals: list[float] = []

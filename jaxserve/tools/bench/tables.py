@@ -16,6 +16,7 @@ _STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
 def render(report: Json) -> str:
+    """Return a report as readable text."""
     runs = report["runs"]
     blocks = [_header(report)]
     if report["kind"] == "offline" and len(runs) > 1:
@@ -29,6 +30,7 @@ def render(report: Json) -> str:
 
 
 def _header(report: Json) -> str:
+    """Return the lines with workload, model, device or server, and peak rates."""
     load = report["workload"]
     first = (
         f"{report['kind']}, {load['name']}: {load['num_requests']} requests, "
@@ -53,20 +55,25 @@ def _rounds(runs: Sequence[Json]) -> str:
 
 
 def _figures(run: Json, report: Json) -> list[Row]:
+    """Return a run's figures with their names; the report has the engine's sizes."""
     failed = f", {run['num_failed']} failed" if run["num_failed"] else ""
+    rate = offered_rate(run)
+    offered = "" if rate is None else f"{rate:g} /s offered, served "
     return [
         ("output", f"{run['output_tok_per_s']:.1f} tok/s"),
         ("prompt and output", f"{run['total_tok_per_s']:.1f} tok/s"),
-        ("requests", f"{_offered(run)}{run['requests_per_s']:.2f} /s over {run['elapsed_s']:.2f} s{failed}"),
-        *(_engine_facts(run, report) if "num_steps" in run else []),
+        ("requests", f"{offered}{run['requests_per_s']:.2f} /s over {run['elapsed_s']:.2f} s{failed}"),
+        *(_engine_figures(run, report) if "num_steps" in run else []),
         ("prefix cache", f"{run['cached_prompt_share']:.1%} of prompt tokens"),
-        *_promises(run),
+        *_goodput_and_cost(run),
     ]
 
 
-def _engine_facts(run: Json, report: Json) -> list[Row]:
+def _engine_figures(run: Json, report: Json) -> list[Row]:
+    """Return the figures about the engine's steps, queue and pages with their names."""
     split = run["time_split_ms"]
     wall_ms = sum(split.values()) or 1.0
+    num_pages, used = report["schedule"]["num_pages"], run["page_occupancy"]["max"]
     stall, memory = split["stall_ms"] / wall_ms, split["memory_ms"] / wall_ms
     return [
         ("steps", f"{run['num_steps']} of {run['wall_ms_per_step']:.2f} ms, host {run['host_ms_per_step']:.2f} ms"),
@@ -74,22 +81,14 @@ def _engine_facts(run: Json, report: Json) -> list[Row]:
         ("rows in a step", f"{run['batch_rows']['mean']:.1f} on average, {run['batch_rows']['max']:.0f} at most"),
         ("queue", f"{run['queue_depth']['mean']:.1f} on average, {run['queue_depth']['max']:.0f} at most"),
         ("padding", f"{run['padding_share']:.1%} of computed tokens"),
-        ("pages", f"{_pages(run, report)}, {run['page_slack_share']:.1%} slack"),
+        ("pages", f"{used:.1%} of {num_pages} in use at most, {run['page_slack_share']:.1%} slack"),
         ("preemptions", str(run["num_preemptions"])),
         ("compiles", str(run["num_compiles"])),
     ]
 
 
-def _offered(run: Json) -> str:
-    rate = offered_rate(run)
-    return "" if rate is None else f"{rate:g} /s offered, served "
-
-
-def _pages(run: Json, report: Json) -> str:
-    return f"{run['page_occupancy']['max']:.1%} of {report['schedule']['num_pages']} in use at most"
-
-
-def _promises(run: Json) -> list[Row]:
+def _goodput_and_cost(run: Json) -> list[Row]:
+    """Return goodput and cost with their names, as far as an SLO and a price are known."""
     rows: list[Row] = []
     if (goodput := run["goodput"]) is not None:
         rows.append(("goodput", f"{goodput['requests_per_s']:.2f} /s, {goodput['share']:.1%} {_slo(goodput)}"))
@@ -105,44 +104,30 @@ def _slo(goodput: Json) -> str:
 
 
 def _latencies(run: Json) -> list[Row]:
+    """Return a header and a row per latency with its mean, percentiles and maximum."""
     rows: list[Row] = [("", *_STATISTICS)]
     rows += [(title, *(number(run[key][name]) for name in _STATISTICS)) for title, key in _LATENCIES]
     return rows
 
 
 def _sweep(runs: Sequence[Json]) -> list[Row]:
-    """Return a row per rate, with latencies as p50/p90/p99."""
-    titles = [
-        "rate /s",
-        "served /s",
-        "out tok/s",
-        "TTFT ms p50/p90/p99",
-        "TPOT ms p50/p90/p99",
-        "ITL ms p50/p90/p99",
-        "end to end ms p50/p90/p99",
-    ]
-    rows: list[list[str]] = [titles]
-    for run in runs:
-        rates = [number(rate) for rate in (offered_rate(run), run["requests_per_s"], run["output_tok_per_s"])]
-        latencies = [_spread(run[key]) for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")]
-        rows.append([*rates, *latencies])
+    """Return a header and a row per run, which has a rate of its own, with latencies as p50/p90/p99."""
+    columns = {
+        "rate /s": [number(offered_rate(run)) for run in runs],
+        "served /s": [number(run["requests_per_s"]) for run in runs],
+        "out tok/s": [number(run["output_tok_per_s"]) for run in runs],
+    }
+    for title, key in _LATENCIES:
+        name = title.replace("(ms)", "ms")
+        columns[f"{name} p50/p90/p99"] = ["/".join(number(run[key][x]) for x in ("p50", "p90", "p99")) for run in runs]
     if "num_steps" in runs[0]:
-        _append_column(rows, "queue", [f"{run['queue_depth']['mean']:.1f}" for run in runs])
-        _append_column(rows, "rows", [f"{run['batch_rows']['mean']:.1f}" for run in runs])
-        _append_column(rows, "E", [f"{run['efficiency']:.1%}" for run in runs])
+        columns["queue"] = [f"{run['queue_depth']['mean']:.1f}" for run in runs]
+        columns["rows"] = [f"{run['batch_rows']['mean']:.1f}" for run in runs]
+        columns["E"] = [f"{run['efficiency']:.1%}" for run in runs]
     if any(run["num_failed"] for run in runs):
-        _append_column(rows, "failed", [str(run["num_failed"]) for run in runs])
+        columns["failed"] = [str(run["num_failed"]) for run in runs]
     if runs[0]["goodput"] is not None:
-        _append_column(rows, "goodput /s", [number(run["goodput"]["requests_per_s"]) for run in runs])
+        columns["goodput /s"] = [number(run["goodput"]["requests_per_s"]) for run in runs]
     if runs[0]["cost"] is not None:
-        _append_column(rows, "cost /M out", [number(run["cost"]["per_million_output_tokens"]) for run in runs])
-    return [tuple(row) for row in rows]
-
-
-def _append_column(rows: list[list[str]], title: str, values: Sequence[str]) -> None:
-    for row, cell in zip(rows, [title, *values], strict=True):
-        row.append(cell)
-
-
-def _spread(figures: Json) -> str:
-    return "/".join(number(figures[name]) for name in ("p50", "p90", "p99"))
+        columns["cost /M out"] = [number(run["cost"]["per_million_output_tokens"]) for run in runs]
+    return [tuple(columns), *zip(*columns.values(), strict=True)]

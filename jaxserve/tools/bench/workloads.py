@@ -161,10 +161,12 @@ def poisson_arrivals(workload: Workload, rate: float, seed: int = 0) -> list[flo
 
 
 def _stream(workload: Workload, stream: int, index: int) -> np.random.Generator:
+    """Return the generator of one of the workload's independent random streams."""
     return np.random.default_rng([workload.seed, stream, index])
 
 
 def _parse_request(index: int, content: object) -> WorkloadRequest:
+    """Return the request in an entry of a workload file; ConfigError names its index."""
     try:
         required, optional = {"prompt_len", "output_len"}, {"arrival_s", "prefix_id", "prefix_len"}
         return WorkloadRequest(**_checked_keys("a request", content, required, optional))
@@ -173,6 +175,7 @@ def _parse_request(index: int, content: object) -> WorkloadRequest:
 
 
 def _checked_keys(what: str, given: object, required: Set[str], optional: Iterable[str]) -> Mapping[str, Any]:
+    """Return a JSON object if it has all required keys and no unknown ones; ConfigError names it as `what`."""
     content: Mapping[str, Any] = OBJECT.read(what, given, ConfigError)
     if missing := sorted(required - content.keys()):
         raise ConfigError(f"{what} must have {sorted(required)}; missing are {missing}")

@@ -19,16 +19,15 @@ def check_plot(path: str) -> None:
 
 def draw_capacity(plans: Sequence[Plan], path: str) -> None:
     """Write the plans' capacity curves to one PNG; plans that do not fit have no curve."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra; without pyplot there is no global state
-
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for plan in plans:
-        lengths, counts = zip(*((x, y) for x, y in capacity_curve(plan).items() if y), strict=True)
-        axes.plot(lengths, counts, marker=".", label=plan.target.name)
-    axes.set(xscale="log", yscale="log", xlabel="tokens per request", ylabel="requests in the pool at the same time")
-    axes.set_title(f"{plans[0].model} in {plans[0].dtype}" if plans else "nothing fits", fontsize=10)
-    axes.grid(alpha=0.3)
-    if plans:
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120, format="png")
+    title = f"{plans[0].model} in {plans[0].dtype}" if plans else "nothing fits"
+    with plotting.plotted(path, (7.0, 4.2), title) as figure:
+        axes = figure.subplots()
+        for plan in plans:
+            lengths, counts = zip(*((x, y) for x, y in capacity_curve(plan).items() if y), strict=True)
+            axes.plot(lengths, counts, marker=".", label=plan.target.name)
+        axes.set(
+            xscale="log", yscale="log", xlabel="tokens per request", ylabel="requests in the pool at the same time"
+        )
+        axes.grid(alpha=0.3)
+        if plans:
+            axes.legend(fontsize=8)
