@@ -65,24 +65,25 @@ class Batches:
         }
 
     def start(self) -> None:
-        """Resume batches; the loop runs."""
+        """Resume unfinished batches and run new ones; to be called on the event loop, after the service has started."""
         self._jobs.start(self._service.streams)
 
     def stop(self) -> None:
-        """Leave unfinished batches to the next start."""
+        """Stop running batches; the next start resumes unfinished ones."""
         self._jobs.stop()
 
     def handler(self, method: str, path: str) -> Handler | None:
-        """Return a request's handler; None if there is none."""
+        """Return the handler for a method and path; None if there is none."""
         return self._handlers.get((method, _pattern(path)))
 
     def methods(self, path: str) -> list[str]:
-        """Return a path's methods."""
+        """Return the HTTP methods that a path may be called with."""
         return [method for method, known in self._handlers if known == _pattern(path)]
 
     # Files
 
     async def _upload(self, call: Call) -> None:
+        """Store the file in a form, and reply with its object."""
         config, path = self._config, self._store.new_upload()
         with self._quota.upload(call.owner) as reservation:
             try:
@@ -105,12 +106,14 @@ class Batches:
         await call.send_json(added)
 
     async def _send_content(self, call: Call) -> None:
+        """Reply with the content of the file that the path names."""
         file = self._find(call, "file")
         path = self._store.content(file["id"])
         headers = [(b"content-disposition", b"attachment")]
         await call.send_pieces(_blocks(path), 200, JSON_LINES_TYPE, headers)
 
     async def _delete(self, call: Call) -> None:
+        """Delete the file that the path names, unless an unfinished batch reads it."""
         file = self._find(call, "file")
         if (reader := await asyncio.to_thread(self._store.delete_file, file["id"])) is not None:
             raise BadRequestError(
@@ -124,6 +127,7 @@ class Batches:
     # Batches
 
     async def _create(self, call: Call) -> None:
+        """Add the batch that the body describes, and reply with its object."""
         body = await call.json()
         if unknown := body.keys() - {"input_file_id", "endpoint", "completion_window", "metadata"}:
             raise BadRequestError(f"{min(unknown)} is not supported in batches; leave it out", min(unknown))
@@ -163,6 +167,7 @@ class Batches:
         await call.send_json(batch)
 
     async def _cancel(self, call: Call) -> None:
+        """Cancel the batch that the path names, and reply with its object."""
         batch = self._find(call, "batch")
         if batch["status"] not in ("validating", "in_progress", "cancelling"):
             message = f"a batch must be unfinished to be cancelled, and {batch['id']} is {batch['status']}"
@@ -176,9 +181,11 @@ class Batches:
     # Both
 
     async def _retrieve(self, call: Call) -> None:
+        """Reply with the object of the file or batch that the path names."""
         await call.send_json(self._find(call, _kind(call.path)))
 
     async def _list(self, call: Call) -> None:
+        """Reply with a page of the tenant's files or batches, which the query selects."""
         kind, query = _kind(call.path), parse_qs(call.query)
         found = list(self._store.objects(kind, call.owner))
         if purpose := query.get("purpose"):
@@ -199,6 +206,7 @@ class Batches:
         )
 
     def _find(self, call: Call, kind: str) -> Json:
+        """Return the "file" or "batch" that the path names; BadRequestError (404) if the tenant has no such one."""
         match = _PATH.fullmatch(call.path)
         assert match is not None, "the handler was found by the path"
         found = self._store.get(match[2], call.owner)
@@ -208,27 +216,32 @@ class Batches:
 
 
 def _pattern(path: str) -> str:
+    """Return a path with ID for the id of a file or batch, as the keys of the handlers have it."""
     match = _PATH.fullmatch(path)
     return path if match is None else f"{match[1]}/ID{match[3] or ''}"
 
 
 def _kind(path: str) -> str:
+    """Return "file" or "batch", by the beginning of a path."""
     return "file" if path.startswith(FILES) else "batch"
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
+    """Yield a file's content in blocks."""
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             yield block
 
 
 def _limit(text: str, largest: int) -> int:
+    """Return the query's limit of listed objects; BadRequestError if it is not an integer in [1, largest]."""
     if not text.isdecimal() or not 1 <= int(text[:9]) <= largest:
         raise BadRequestError(f"limit must be an integer in [1, {largest}], got {brief(text)}", "limit")
     return int(text)
 
 
 def _metadata(given: Any) -> dict[str, str] | None:
+    """Return a batch's `metadata` if it is within OpenAI's limits; BadRequestError if not."""
     if given is None:
         return None
     are_texts = isinstance(given, dict) and all(

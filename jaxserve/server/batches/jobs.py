@@ -6,11 +6,12 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import ConfigError
-from jaxserve.openai.batch_files import BatchSummary, run_batch
+from jaxserve.openai.batch_files import run_batch
 from jaxserve.openai.batch_output import numbered_lines
 from jaxserve.server.batches.served_engine import ServedEngine
 from jaxserve.server.batches.store import BATCH_OUTPUT, WAITING, Json, Store
@@ -49,12 +50,12 @@ class Jobs:
         self._thread: threading.Thread | None = None
 
     def start(self, streams: Streams) -> None:
-        """Resume the batches that have not ended, and run those that come."""
+        """Start the thread, which resumes unfinished batches and runs new ones with the server's streams."""
         self._thread = threading.Thread(target=self._run, args=(streams,), name="jaxserve batches", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Leave unfinished batches to the next start."""
+        """Stop the thread; the next start of the server resumes unfinished batches."""
         with self._news:
             self._is_stopped = True
             self._news.notify_all()
@@ -62,20 +63,21 @@ class Jobs:
             self._thread.join()
 
     def wake(self) -> None:
-        """Look for a new batch."""
+        """Let the thread look for a new or cancelled batch."""
         with self._news:
             self._news.notify_all()
 
     def _run(self, streams: Streams) -> None:
+        """Run one batch after the other until stopped; on the thread."""
         while (batch := self._wait()) is not None:
             try:
                 self._serve(batch, streams)
             except Exception as error:
                 logger.exception("the batch %s has failed", batch["id"])
-                self._fail_later(batch["id"], "internal_error", f"the batch could not be run: {error!r}")
+                self._fail_or_wait(batch["id"], "internal_error", f"the batch could not be run: {error!r}")
 
     def _wait(self) -> Json | None:
-        """Wait for a batch; None once the jobs are stopped."""
+        """Wait for an unfinished batch and return it; None once stopped."""
         while True:
             self._sweep()
             with self._news:
@@ -86,7 +88,7 @@ class Jobs:
                 self._news.wait(SWEEP_S)
 
     def _sweep(self) -> None:
-        """Delete expired files and batches, now and then."""
+        """Delete expired files and batches if SWEEP_S seconds have passed since the last time."""
         if time.monotonic() - self._swept_s < SWEEP_S:
             return
         self._swept_s = time.monotonic()
@@ -99,21 +101,27 @@ class Jobs:
                 logger.info("%d files and batches have expired and are deleted", num_deleted)
 
     def _next(self) -> Json | None:
-        """Return the oldest batch of the next tenant in turn."""
+        """Return the oldest unfinished batch of the tenant whose turn it is; None if there is none."""
         waiting = [x for x in self._store.objects("batch") if x["status"] in WAITING][::-1]
         owners = {x["id"]: self._store.owner(x["id"]) for x in waiting}
         waiting.sort(key=lambda x: (owners[x["id"]] <= self._last_owner, owners[x["id"]]))
         return waiting[0] if waiting else None
 
     def _serve(self, batch: Json, streams: Streams) -> None:
+        """Run a batch to its end and store its results or its failure."""
         batch_id, owner = batch["id"], self._store.owner(batch["id"])
         self._last_owner = owner
         source = self._store.content(batch["input_file_id"])
-        if (reason := _unusable(source)) is not None:
-            self._fail(batch_id, *reason)
+        num_lines = _num_lines(source) if source.exists() else None
+        if num_lines is None:
+            message = "the input file was deleted before the batch began; upload it again"
+            self._fail(batch_id, "invalid_file", message)
+            return
+        if not num_lines:
+            self._fail(batch_id, "empty_file", "the input file must have a request in each line, got none")
             return
         if batch["status"] == "validating":
-            counts = {"total": _num_lines(source), "completed": 0, "failed": 0}
+            counts = {"total": num_lines, "completed": 0, "failed": 0}
             self._store.update(batch_id, status="in_progress", in_progress_at=_now(), request_counts=counts)
             logger.info("%s of %s starts: %d lines", batch_id, owner, counts["total"])
         else:
@@ -154,10 +162,11 @@ class Jobs:
         except ConfigError as error:
             self._fail(batch_id, "invalid_file", str(error))
         else:
-            self._count_summary(batch_id, summary)
+            self._count(batch_id, summary.num_records, summary.num_errors)
             self._finish(batch_id, owner, "completed")
 
     def _check(self, batch_id: str) -> None:
+        """Raise BatchEndedError if a running batch must end: it was cancelled, has expired, or the server stops."""
         self._sweep()
         batch = self._store.get(batch_id)
         if self._is_stopped or batch is None:
@@ -168,48 +177,45 @@ class Jobs:
             raise BatchEndedError("expired")
 
     def _count(self, batch_id: str, num_records: int, num_errors: int) -> None:
+        """Store the progress of a batch: the numbers of its records and of failed ones."""
         batch = self._store.get(batch_id)
         if batch is not None:
             counts = {**batch["request_counts"], "completed": num_records - num_errors, "failed": num_errors}
             self._store.update(batch_id, request_counts=counts)
 
-    def _count_summary(self, batch_id: str, summary: BatchSummary) -> None:
-        self._count(batch_id, summary.num_records, summary.num_errors)
-
     def _finish(self, batch_id: str, owner: str, status: str) -> None:
-        """Divide the records into a results file and an error file."""
+        """Divide a batch's records into a results file and an error file, and store its final status."""
         self._store.update(
             batch_id, finalizing_at=_now(), **({"status": "finalizing"} if status == "completed" else {})
         )
         records = self._store.records(batch_id)
-        uploads = {True: self._store.new_upload(), False: self._store.new_upload()}
-        num_lines = {True: 0, False: 0}
-        with uploads[True].open("wb") as good, uploads[False].open("wb") as bad, records.open("rb") as source:
+        uploads = {"output": self._store.new_upload(), "error": self._store.new_upload()}
+        num_lines: Counter[str] = Counter()
+        with uploads["output"].open("wb") as output, uploads["error"].open("wb") as error, records.open("rb") as source:
             for record in source:
                 is_good = _OK in record  # client texts have escaped quotes
-                (good if is_good else bad).write(record)
-                num_lines[is_good] += 1
-        self._count(batch_id, sum(num_lines.values()), num_lines[False])
-        ids: dict[bool, str | None] = {}
-        for is_good, name in ((True, "output"), (False, "error")):
-            ids[is_good] = None
-            if num_lines[is_good]:
-                filename = f"{batch_id}_{name}.jsonl"
-                ids[is_good] = self._store.add_file(uploads[is_good], filename, BATCH_OUTPUT, owner)["id"]
+                (output if is_good else error).write(record)
+                num_lines["output" if is_good else "error"] += 1
+        self._count(batch_id, num_lines.total(), num_lines["error"])
+        files: Json = {}
+        for name, upload in uploads.items():
+            if num_lines[name]:
+                file = self._store.add_file(upload, f"{batch_id}_{name}.jsonl", BATCH_OUTPUT, owner)
+                files[f"{name}_file_id"] = file["id"]
             else:
-                uploads[is_good].unlink()
-        files = {"output_file_id": ids[True], "error_file_id": ids[False]}
+                upload.unlink()
         self._store.update(batch_id, status=status, **files, **{f"{status}_at": _now()})
         self._log_end(batch_id)
         records.unlink()
 
     def _log_end(self, batch_id: str, reason: str = "") -> None:
+        """Log a batch's final status, time and counts."""
         if (batch := self._store.get(batch_id)) is not None:
             took_s = _now() - int(batch["in_progress_at"] if "in_progress_at" in batch else batch["created_at"])
             logger.info("%s is %s after %d s: %s%s", batch_id, batch["status"], took_s, _counted(batch), reason)
 
-    def _fail_later(self, batch_id: str, code: str, message: str) -> None:
-        """Note a failure; if that fails too, as on a full disk, wait before the next try."""
+    def _fail_or_wait(self, batch_id: str, code: str, message: str) -> None:
+        """Store that a batch has failed; if that fails too, as on a full disk, wait before the batch is tried again."""
         try:
             self._fail(batch_id, code, message)
         except OSError:
@@ -218,29 +224,25 @@ class Jobs:
                 self._news.wait_for(lambda: self._is_stopped, RETRY_S)
 
     def _fail(self, batch_id: str, code: str, message: str) -> None:
+        """Store that a batch has failed, with an error code and message, and log it."""
         error = {"code": code, "line": None, "message": message, "param": "input_file_id"}
         errors = {"object": "list", "data": [error]}
         self._store.update(batch_id, status="failed", failed_at=_now(), errors=errors)
         self._log_end(batch_id, f"; {message}")
 
 
-def _unusable(source: Path) -> tuple[str, str] | None:
-    if not source.exists():
-        return "invalid_file", "the input file was deleted before the batch began; upload it again"
-    return (
-        ("empty_file", "the input file must have a request in each line, got none") if not _num_lines(source) else None
-    )
-
-
 def _counted(batch: Json) -> str:
+    """Return a clause with a batch's numbers of lines, finished and failed."""
     counts = batch["request_counts"]
     return f"{counts['completed']} of {counts['total']} lines done, {counts['failed']} failed"
 
 
 def _num_lines(source: Path) -> int:
+    """Return the number of requests in a batch's input file."""
     with source.open("rb") as lines:
         return sum(1 for _ in numbered_lines(lines))
 
 
 def _now() -> int:
+    """Return the time in seconds since 1970."""
     return int(time.time())

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Quota:
-    """Quota per tenant. Methods are called on the event loop.
+    """Maximum total size of each tenant's files and uploads. Methods are called on the event loop.
 
     Args:
-        store: files that are there.
+        store: stored files.
         max_bytes: maximum total size per tenant.
     """
 
@@ -26,7 +26,7 @@ class Quota:
 
     @contextmanager
     def upload(self, owner: str) -> Iterator[Reservation]:
-        """Yield an upload's reservation; at the end of the context the upload is in the store or gone."""
+        """Yield a reservation for an upload of a tenant, which counts until the end of the context."""
         reservation = Reservation(self, owner)
         self._uploads.setdefault(owner, []).append(reservation)
         try:
@@ -52,11 +52,11 @@ class Quota:
 
 
 class Reservation:
-    """Quota that an upload holds.
+    """Part of a tenant's quota that an upload in progress holds.
 
     Attributes:
         owner: the tenant.
-        num_bytes: the bytes.
+        num_bytes: size of the part.
     """
 
     def __init__(self, quota: Quota, owner: str) -> None:

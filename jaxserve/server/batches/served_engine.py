@@ -81,7 +81,11 @@ class ServedEngine:
         *,
         cache_salt: str | None = None,
     ) -> None:
-        """Queue a request."""
+        """Queue a request of the batch.
+
+        Raises:
+            RequestError: the engine cannot serve it, or it needs more tokens than the tenant's rate ever allows.
+        """
         salt = tenant_salt(self._tenant, cache_salt) if self._has_key else cache_salt
         group = self._engine.reader.read(
             f"{self._name}/{request_id}", prompt, params, salt, self._tenant, self._priority
@@ -107,7 +111,7 @@ class ServedEngine:
         return bool(self._groups)
 
     def wait(self) -> Sequence[RequestOutput | RequestFailure]:
-        """Wait briefly for the end of a request; return the ended ones."""
+        """Return the requests that have ended, after a short wait for one."""
         self._check()
         self._start()
         ended: list[RequestOutput | RequestFailure] = []
@@ -119,7 +123,7 @@ class ServedEngine:
         return ended
 
     def _start(self) -> None:
-        """Start waiting requests, as far as the tenant's rate allows."""
+        """Submit waiting requests to the engine, as far as the tenant's rate allows."""
         while self._waiting:
             group = self._groups[self._waiting[0]]
             if self._limits.take(self._limited, tokens_to_take(group.requests), time.monotonic()) is not None:
@@ -128,17 +132,18 @@ class ServedEngine:
             self._streams.submit_quietly([group], self._listen)
 
     def _settle(self, group: RequestGroup) -> None:
-        """Replace an ended request's taken tokens by the used ones."""
+        """Return the tokens that an ended request has taken and not used to the tenant's rate limit."""
         taken, used = tokens_to_take(group.requests), tokens_used([group])
         self._limits.settle(self._limited, taken, used, time.monotonic())
 
     def _listen(self, group: RequestGroup) -> None:
-        """Take a request's news, on the frontend's thread."""
+        """Queue a request that has ended for `wait`; called on the frontend's thread."""
         if group.output.finished or group.error is not None:
             self._ended.put(group)
 
 
 def _result(group: RequestGroup, request_id: str) -> RequestOutput | RequestFailure:
+    """Return an ended request's output or failure, under its id in the batch."""
     if isinstance(group.error, EngineDiedError):
         return RequestFailure(request_id, group.error)
     if group.error is not None:

@@ -75,7 +75,7 @@ class Store:
         return file_object
 
     def add_batch(self, fields: Json, owner: str) -> Json | None:
-        """Add a batch to be run; return its object, None if its input file has been deleted."""
+        """Add a batch with `fields` to be run; return its object, or None if its input file has been deleted."""
         batch = {"id": f"batch_{secrets.token_hex(12)}", "object": "batch", "created_at": int(time.time()), **fields}
         with self._lock:
             if batch["input_file_id"] not in self._objects:
@@ -141,16 +141,18 @@ class Store:
         return self._folder / f"{batch_id}.records"
 
     def _readers(self) -> dict[str, str]:
-        """Return unfinished batches by input file."""
+        """Return the ids of unfinished batches by the ids of their input files."""
         return {each["input_file_id"]: each["id"] for each in self.objects("batch") if each["status"] in WAITING}
 
     def _delete(self, object_id: str) -> None:
+        """Delete a file or batch with all that belongs to it on disk."""
         self._objects.pop(object_id, None)
         (self._folder / f"{object_id}.json").unlink(missing_ok=True)
         for path in (self.content(object_id), self.records(object_id)):
             path.unlink(missing_ok=True)
 
     def _save(self, content: Json) -> None:
+        """Write a file's or batch's object to disk, and keep it in memory."""
         with self._lock:
             write_whole(self._folder / f"{content['id']}.json", json.dumps(content).encode())
             self._objects[content["id"]] = content

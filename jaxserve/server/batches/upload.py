@@ -24,7 +24,7 @@ _MAX_FORM_BYTES = 2**16  # body limit without the file
 
 @dataclass(slots=True)
 class Upload:
-    """Form with a file.
+    """Form with a file, as received.
 
     Attributes:
         path: path to the file's content.
@@ -46,7 +46,7 @@ async def receive_form(
     timeout_s: float,
     hold: Callable[[int], None] = lambda num_bytes: None,
 ) -> Upload:
-    """Return a form whose part `file` has been written to `path`.
+    """Receive a multipart form, write its part `file` to `path`, and return the form.
 
     Args:
         receive: function that returns the next part of the request.
@@ -102,12 +102,14 @@ async def receive_form(
 
 
 def _declared_bytes(length: bytes) -> int:
+    """Return the size in a content-length header; 0 if there is none."""
     return int(length) if length.isdigit() and len(length) < 16 else 0
 
 
 async def _feed(
     parser: FormParser, receive: Receive, max_bytes: int, timeout_s: float, hold: Callable[[int], None]
 ) -> None:
+    """Feed the parts of a request's body to the form parser; arguments and errors as in `receive_form`."""
     num_bytes = 0
     while True:
         try:
@@ -136,6 +138,7 @@ def _too_large(max_bytes: int) -> BadRequestError:
 
 
 def _save(file: Any, path: Path) -> None:
+    """Copy the content of the form parser's file to `path`."""
     source = file.file_object
     source.seek(0)
     with path.open("wb") as target:
