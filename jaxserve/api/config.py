@@ -337,14 +337,6 @@ _FIXED_STEPS = integer(1, MAX_FIXED_STEPS)
 _SIZE = integer(1)
 _PATHS = ("model", "tokenizer", "generation_config", "compilation_cache_dir", "event_log")
 _OPTIONAL_SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
-_SIZES = (
-    *("tensor_parallel_size", "expert_parallel_size", "data_parallel_size"),
-    *("max_num_partial_prefills", "max_long_partial_prefills"),
-)
-_SWITCHES = (
-    *("skip_tokenizer_init", "special_tokens_as_text", "enable_dp_attention", "enable_prefix_caching", "step_ahead"),
-    *("count_expert_tokens", "forbid_compiles", "engine_process"),
-)
 
 
 def quantization_type() -> FieldType:
@@ -359,10 +351,10 @@ _SCHEMA = Schema(
     ConfigError,
     EngineConfig,
     {
+        **{f.name: SWITCH for f in dataclasses.fields(EngineConfig) if isinstance(f.default, bool)},
+        **{f.name: _SIZE for f in dataclasses.fields(EngineConfig) if type(f.default) is int},  # the others are below
         **dict.fromkeys(_PATHS, PATH.optional()),
         **dict.fromkeys(_OPTIONAL_SIZES, _SIZE.optional()),
-        **dict.fromkeys(_SIZES, _SIZE),
-        **dict.fromkeys(_SWITCHES, SWITCH),
         "chat_template": FieldType("a path or the text of a template", PATH.holds).optional(),
         "runner": one_of(("auto", "generate", "pooling")),
         "convert": one_of(("auto", "none", EMBED, CLASSIFY)),

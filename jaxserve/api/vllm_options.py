@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.api.schema import SWITCH, FieldType, is_one_of
-from jaxserve.api.vllm_names import ANY_VALUE, OFF, SERVER, SWITCHES, UNSUPPORTED
+from jaxserve.api.vllm_names import ANY_VALUE, OFF, SERVER, SWITCHES, UNSUPPORTED, Row
 from jaxserve.errors import ConfigError, RequestError
 
 
@@ -58,123 +58,121 @@ class VllmOption:
         return FieldType(self.accepted, holds, advice=f": {self.behaviour}")
 
 
+def _options(*rows: Row) -> tuple[VllmOption, ...]:
+    """Return an option for each name in table rows."""
+    return tuple(VllmOption(name, behaviour, accepts) for behaviour, accepts, names in rows for name in names.split())
+
+
 _NONE_OR_EMPTY: tuple[Any, ...] = (None, {})
 _BOOLS = (False, True)
+_ENGINE: Sequence[Row] = (
+    # Model and tokenizer
+    ("no code from a checkpoint is run; a model that needs it is refused", _BOOLS, "trust_remote_code"),
+    ("models are local directories, which have no revisions", (None,), "revision"),
+    ("no code from a checkpoint is ever run", (None,), "code_revision"),
+    ("tokenizers are local directories, which have no revisions", (None,), "tokenizer_revision"),
+    ("nothing is downloaded", None, "download_dir hf_token ignore_patterns"),
+    ("tokenizer.json is read if there is one", ("auto", "hf"), "tokenizer_mode"),
+    ("safetensors, Orbax and GGUF are distinguished by their files", ("auto", "safetensors"), "load_format"),
+    ("config.json is read as Hugging Face writes it", ("auto", "hf"), "config_format"),
+    ("config.json comes from the model's directory", (None,), "hf_config_path"),
+    ("hf_overrides replaces fields of config.json", _NONE_OR_EMPTY, "rope_scaling"),
+    ("hf_overrides replaces fields of config.json", (None,), "rope_theta"),
+    ("models have one implementation", ("auto",), "model_impl"),
+    ("the loader has no options", _NONE_OR_EMPTY, "model_loader_extra_config"),
+    ("a progress bar is shown if loading takes long", _BOOLS, "use_tqdm_on_load"),
+    ("loading needs no workers", (None,), "max_parallel_loading_workers"),
+    ("has no effect offline", None, "served_model_name"),
+    ("a model's sliding window is kept", (False,), "disable_sliding_window"),
+    ("recurrent states are float32", ("auto", "float32"), "mamba_cache_dtype mamba_ssm_cache_dtype"),
+    ("scales of a quantised KV cache are per token and head", (False,), "calculate_kv_scales"),
+    # Tasks, adapters and other features
+    ("runner and convert select the task", ("auto", "generate", None), "task"),
+    ("there are no LoRA adapters", (False,), "enable_lora"),
+    ("prompts are text or token ids", (False,), "enable_prompt_embeds"),
+    ("prompts are text or token ids", _NONE_OR_EMPTY, "limit_mm_per_prompt mm_processor_kwargs"),
+    ("prompts are text or token ids", ("",), "allowed_local_media_path"),
+    ("there are no logits processors", (None, []), "logits_processors"),
+    ("there are no logits processors", (None,), "logits_processor_pattern"),
+    ("llguidance is the only backend for structured outputs", _NONE_OR_EMPTY, "structured_outputs_config"),
+    # Execution
+    ("jax chooses the device; JAX_PLATFORMS selects it", ("auto",), "device"),
+    (
+        'everything is compiled, ahead of requests, to the same results; compile_ahead="minimal" starts soonest',
+        (*_BOOLS, None),
+        "enforce_eager",
+    ),
+    ("XLA compiles; compile_ahead decides when", _NONE_OR_EMPTY, "compilation_config"),
+    ("compiled programs serve every length", None, "max_seq_len_to_capture"),
+    ("long prompts are always computed in chunks", (True, None), "enable_chunked_prefill"),
+    ("multi_step is the option for several steps in one dispatch", (1,), "num_scheduler_steps"),
+    ("preempted requests are computed again", (None, "recompute"), "preemption_mode"),
+    ("preempted requests are computed again, and nothing is swapped", None, "swap_space"),
+    ("all weights stay on the device", (0,), "cpu_offload_gb"),
+    ("num_pages and gpu_memory_utilization size the KV cache", (None,), "kv_cache_memory_bytes"),
+    ("every engine can sleep", _BOOLS, "enable_sleep_mode"),
+    ("the KV cache is not transferred", (None,), "kv_transfer_config"),
+    ("there are no KV cache events", (None,), "kv_events_config"),
+    # Several devices
+    ("only tensor and expert parallelism split a model", (1,), "pipeline_parallel_size decode_context_parallel_size"),
+    ("one process drives all its devices", (None, "uni"), "distributed_executor_backend"),
+    ("XLA's collectives are used", _BOOLS, "disable_custom_all_reduce"),
+    ("there are no Ray workers", (False,), "ray_workers_use_nsight"),
+    ("there are no worker classes", ("auto",), "worker_cls"),
+    # Logs
+    ("llm.engine.stats has the statistics, which are never logged", _BOOLS, "disable_log_stats"),
+    ("requests are not logged", (True,), "disable_log_requests"),
+    ("requests are not logged", (False,), "enable_log_requests"),
+    ("offline there are no traces", (None,), "otlp_traces_endpoint"),
+    ("there are no traces", (None,), "collect_detailed_traces"),
+)
 VLLM_OPTIONS = (
-    # Other names
     VllmOption("block_size", "is called page_size", field="page_size"),
     VllmOption("num_gpu_blocks_override", "is called num_pages", field="num_pages"),
     VllmOption("async_scheduling", "is called step_ahead, which is True by default", field="step_ahead"),
-    # Model and tokenizer
-    VllmOption("trust_remote_code", "no code from a checkpoint is run; a model that needs it is refused", _BOOLS),
-    VllmOption("revision", "models are local directories, which have no revisions", (None,)),
-    VllmOption("code_revision", "no code from a checkpoint is ever run", (None,)),
-    VllmOption("tokenizer_revision", "tokenizers are local directories, which have no revisions", (None,)),
-    VllmOption("download_dir", "nothing is downloaded", None),
-    VllmOption("hf_token", "nothing is downloaded", None),
-    VllmOption("tokenizer_mode", "tokenizer.json is read if there is one", ("auto", "hf")),
-    VllmOption("load_format", "safetensors, Orbax and GGUF are distinguished by their files", ("auto", "safetensors")),
-    VllmOption("config_format", "config.json is read as Hugging Face writes it", ("auto", "hf")),
-    VllmOption("hf_config_path", "config.json comes from the model's directory", (None,)),
-    VllmOption("rope_scaling", "hf_overrides replaces fields of config.json", _NONE_OR_EMPTY),
-    VllmOption("rope_theta", "hf_overrides replaces fields of config.json", (None,)),
-    VllmOption("model_impl", "models have one implementation", ("auto",)),
-    VllmOption("model_loader_extra_config", "the loader has no options", _NONE_OR_EMPTY),
-    VllmOption("ignore_patterns", "nothing is downloaded", None),
-    VllmOption("use_tqdm_on_load", "a progress bar is shown if loading takes long", _BOOLS),
-    VllmOption("max_parallel_loading_workers", "loading needs no workers", (None,)),
-    VllmOption("served_model_name", "has no effect offline", None),
-    VllmOption("disable_sliding_window", "a model's sliding window is kept", (False,)),
-    VllmOption("mamba_cache_dtype", "recurrent states are float32", ("auto", "float32")),
-    VllmOption("mamba_ssm_cache_dtype", "recurrent states are float32", ("auto", "float32")),
-    VllmOption("calculate_kv_scales", "scales of a quantised KV cache are per token and head", (False,)),
-    # Tasks, adapters and other features
-    VllmOption("task", "runner and convert select the task", ("auto", "generate", None)),
-    VllmOption("enable_lora", "there are no LoRA adapters", (False,)),
-    VllmOption("enable_prompt_embeds", "prompts are text or token ids", (False,)),
-    VllmOption("limit_mm_per_prompt", "prompts are text or token ids", _NONE_OR_EMPTY),
-    VllmOption("mm_processor_kwargs", "prompts are text or token ids", _NONE_OR_EMPTY),
-    VllmOption("allowed_local_media_path", "prompts are text or token ids", ("",)),
-    VllmOption("logits_processors", "there are no logits processors", (None, [])),
-    VllmOption("logits_processor_pattern", "there are no logits processors", (None,)),
-    VllmOption("structured_outputs_config", "llguidance is the only backend for structured outputs", _NONE_OR_EMPTY),
-    # Execution
-    VllmOption("device", "jax chooses the device; JAX_PLATFORMS selects it", ("auto",)),
-    VllmOption(
-        "enforce_eager",
-        'everything is compiled, ahead of requests, to the same results; compile_ahead="minimal" starts soonest',
-        (*_BOOLS, None),
-    ),
-    VllmOption("compilation_config", "XLA compiles; compile_ahead decides when", _NONE_OR_EMPTY),
-    VllmOption("max_seq_len_to_capture", "compiled programs serve every length", None),
-    VllmOption("enable_chunked_prefill", "long prompts are always computed in chunks", (True, None)),
-    VllmOption("num_scheduler_steps", "multi_step is the option for several steps in one dispatch", (1,)),
-    VllmOption("preemption_mode", "preempted requests are computed again", (None, "recompute")),
-    VllmOption("swap_space", "preempted requests are computed again, and nothing is swapped", None),
-    VllmOption("cpu_offload_gb", "all weights stay on the device", (0,)),
-    VllmOption("kv_cache_memory_bytes", "num_pages and gpu_memory_utilization size the KV cache", (None,)),
-    VllmOption("enable_sleep_mode", "every engine can sleep", _BOOLS),
-    VllmOption("kv_transfer_config", "the KV cache is not transferred", (None,)),
-    VllmOption("kv_events_config", "there are no KV cache events", (None,)),
-    # Several devices
-    VllmOption("pipeline_parallel_size", "only tensor and expert parallelism split a model", (1,)),
-    VllmOption("decode_context_parallel_size", "only tensor and expert parallelism split a model", (1,)),
     VllmOption(
         "enable_expert_parallel",
         "sets expert_parallel_size to tensor_parallel_size; not with a data_parallel_size above 1",
         field="expert_parallel_size",
         switch="tensor_parallel_size",
     ),
-    VllmOption("distributed_executor_backend", "one process drives all its devices", (None, "uni")),
-    VllmOption("disable_custom_all_reduce", "XLA's collectives are used", _BOOLS),
-    VllmOption("ray_workers_use_nsight", "there are no Ray workers", (False,)),
-    VllmOption("worker_cls", "there are no worker classes", ("auto",)),
-    # Logs
-    VllmOption("disable_log_stats", "llm.engine.stats has the statistics, which are never logged", _BOOLS),
-    VllmOption("disable_log_requests", "requests are not logged", (True,)),
-    VllmOption("enable_log_requests", "requests are not logged", (False,)),
-    VllmOption("otlp_traces_endpoint", "offline there are no traces", (None,)),
-    VllmOption("collect_detailed_traces", "there are no traces", (None,)),
-    *(VllmOption(name, behaviour, None) for behaviour, names in ANY_VALUE.items() for name in names),
-    *(VllmOption(name, behaviour, accepts) for behaviour, accepts, names in UNSUPPORTED for name in names),
+    *_options(*_ENGINE),
+    *_options(*((behaviour, None, names) for behaviour, names in ANY_VALUE.items())),
+    *_options(*UNSUPPORTED),
 )
 _BY_NAME = {option.name: option for option in VLLM_OPTIONS}
-SERVER_OPTIONS = tuple(  # vLLM's server options that are not fields of ServerConfig
-    VllmOption(name, behaviour, accepts) for behaviour, accepts, names in SERVER for name in names
-)
+SERVER_OPTIONS = _options(*SERVER)  # vLLM's server options that are not fields of ServerConfig
 
 
-GENERATE_ARGUMENTS = (
-    VllmOption("lora_request", "there are no LoRA adapters", (None,)),
-    VllmOption("tokenization_kwargs", "the tokenizer has no options", _NONE_OR_EMPTY),
-    VllmOption("mm_processor_kwargs", "prompts are text or token ids", _NONE_OR_EMPTY),
+GENERATE_ARGUMENTS = _options(
+    ("there are no LoRA adapters", (None,), "lora_request"),
+    ("the tokenizer has no options", _NONE_OR_EMPTY, "tokenization_kwargs"),
+    ("prompts are text or token ids", _NONE_OR_EMPTY, "mm_processor_kwargs"),
 )
-_UNSUPPORTED_SAMPLING: tuple[tuple[str, Sequence[Any], Sequence[str]], ...] = (
-    ("outputs have no watermark", (None, False), ("watermarking", "_watermarking_skipped")),
+
+SAMPLING_ARGUMENTS = _options(  # SamplingParams arguments; best_of may also be `n`
+    ("structured_outputs is the argument for the form of outputs", (None,), "guided_decoding"),
+    ("there are no logits processors", (None, []), "logits_processors"),
+    ("there are no plug-ins to read them", _NONE_OR_EMPTY, "extra_args"),
+    ("as many completions are sampled as returned, n", (None,), "best_of"),
+    ("log probabilities are a dict per token", (False,), "flat_logprobs"),
+    ("the tokenizer's own spaces are kept", (True,), "spaces_between_special_tokens"),
+    ("outputs have no watermark", (None, False), "watermarking _watermarking_skipped"),
     (
         "log probabilities are of the most likely tokens; logprobs=-1 returns all",
         (None,),
-        ("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
+        "prompt_logprob_token_ids prompt_logprob_start logprob_token_ids",
     ),
-    ("outputs are cumulative, and LLM.stream yields increments", (None, 0, 2), ("output_kind",)),
-    ("outputs are streamed as they come", (None, 1), ("stream_interval",)),
-    ("parameters are always copied", (False, True), ("skip_clone",)),
-    ("it is computed, not given", (None, 0, set()), ("output_text_buffer_length", "_all_stop_token_ids")),
-    ("it is computed, not given", (None,), ("_eos_token_id", "_bad_words_token_ids")),
-    ("LLM.reset_prefix_cache and cache_salt keep a prompt from cached pages", OFF, ("skip_reading_prefix_cache",)),
-    ("max_tokens bounds the whole output", (None,), ("thinking_token_budget",)),
-    ("frequency_penalty discourages repetition", (None,), ("repetition_detection",)),
-    ("routing is not returned", (None, 0), ("routed_experts_prompt_start",)),
-    ("tokens are sampled", (None,), ("trace_decode_token_ids",)),
-)
-SAMPLING_ARGUMENTS = (  # SamplingParams arguments; best_of may also be `n`
-    VllmOption("guided_decoding", "structured_outputs is the argument for the form of outputs", (None,)),
-    VllmOption("logits_processors", "there are no logits processors", (None, [])),
-    VllmOption("extra_args", "there are no plug-ins to read them", _NONE_OR_EMPTY),
-    VllmOption("best_of", "as many completions are sampled as returned, n", (None,)),
-    VllmOption("flat_logprobs", "log probabilities are a dict per token", (False,)),
-    VllmOption("spaces_between_special_tokens", "the tokenizer's own spaces are kept", (True,)),
-    *(VllmOption(name, behaviour, accepts) for behaviour, accepts, names in _UNSUPPORTED_SAMPLING for name in names),
+    ("outputs are cumulative, and LLM.stream yields increments", (None, 0, 2), "output_kind"),
+    ("outputs are streamed as they come", (None, 1), "stream_interval"),
+    ("parameters are always copied", (False, True), "skip_clone"),
+    ("it is computed, not given", (None, 0, set()), "output_text_buffer_length _all_stop_token_ids"),
+    ("it is computed, not given", (None,), "_eos_token_id _bad_words_token_ids"),
+    ("LLM.reset_prefix_cache and cache_salt keep a prompt from cached pages", OFF, "skip_reading_prefix_cache"),
+    ("max_tokens bounds the whole output", (None,), "thinking_token_budget"),
+    ("frequency_penalty discourages repetition", (None,), "repetition_detection"),
+    ("routing is not returned", (None, 0), "routed_experts_prompt_start"),
+    ("tokens are sampled", (None,), "trace_decode_token_ids"),
 )
 
 
