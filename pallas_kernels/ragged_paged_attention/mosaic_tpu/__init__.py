@@ -35,7 +35,7 @@ every count of the pool's bytes does too.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ MANY_TOKENS, MANY_ROWS = 2048, 256  # a step with the largest block sizes
 
 
 class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
-    """Attention kernel for TPUs; it reads latents in their own layout, at memory bandwidth."""
+    """Attention backend for TPUs."""
 
     platform = "tpu"
     module = f"{__name__}.kernel"
@@ -82,7 +82,7 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
     gathers_table = True
 
     def unsupported_problem(self, problem: Problem) -> str | None:
-        """Check the dtype and the sizes."""
+        """Return why the kernel cannot run a problem on any TPU: a pool dtype or a size; None if it can."""
         kind, dtype = problem.kind, problem.kv_dtype
         dtypes = LATENT_POOL_DTYPES if isinstance(kind, Latents) else POOL_DTYPES
         if dtype.name not in dtypes:
@@ -105,23 +105,17 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
         return None
 
     def launch(self, problem: Problem) -> KernelConfig:
-        """Return the kernel's static parameters for a large step, with blocks that fit the memory."""
-        config = self._launch(problem, AttentionOptions(1.0), num_tokens=MANY_TOKENS, num_rows=MANY_ROWS, table_width=1)
+        """Return the kernel's static parameters for a large step without sinks, windows and draft trees.
+
+        Raises:
+            ValueError: no block sizes fit VMEM, or jax does not know the chip.
+        """
+        config = self._config(problem)
         choose_block_sizes(config)
         return config
 
-    def _launch(
-        self,
-        problem: Problem,
-        options: AttentionOptions,
-        *,
-        num_tokens: int,
-        num_rows: int,
-        table_width: int,
-        has_sinks: bool = False,
-        has_tree: bool = False,
-        num_parts: int = 1,
-    ) -> KernelConfig:
+    def _config(self, problem: Problem) -> KernelConfig:
+        """Return the static parameters of `launch`, without a check whether blocks fit VMEM."""
         kind = problem.kind
         return KernelConfig(
             num_kv_heads=kind.num_kv_heads,
@@ -129,21 +123,21 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
             columns=columns_for(kind),
             page_size=problem.page_size,
             kv_dtype=problem.kv_dtype,
-            options=options,
+            options=AttentionOptions(1.0),
             vmem_bytes=self.target_chip().memory_bytes,
             sizes=self.sizes(problem),
             interpret=self.settings.interpreter,
-            num_tokens=num_tokens,
-            num_rows=num_rows,
-            table_width=table_width,
-            has_sinks=has_sinks,
-            has_tree=has_tree,
-            num_parts=num_parts,
+            num_tokens=MANY_TOKENS,
+            num_rows=MANY_ROWS,
+            table_width=1,
+            has_sinks=False,
+            has_tree=False,
         )
 
     def sizes(self, problem: Problem) -> BlockSizeLimits:
-        """Return the requested block sizes, else the fastest in measurements on the target chip, else sizes for its
-        bandwidth.
+        """Return the block size limits for a problem on the target chip.
+
+        They are the requested ones, else the ones tuned for the chip, else defaults for its bandwidth.
 
         Raises:
             ValueError: sizes have unknown names, or jax does not know the chip.
@@ -157,7 +151,7 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Apply RoPE, write to the donated pool and attend.
+        """Apply RoPE, write the new keys and values to the donated pool and attend, in one kernel.
 
         Queries and softmax weights are rounded to the pool's dtype, or to bfloat16 for a quantised pool.
         """
@@ -179,13 +173,14 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
         layer: int | Int32[Array, ""],
         options: AttentionOptions,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
+        """Write and attend in a pool whose matrices have `kind`'s columns; a page may be several small ones."""
         dtype, inputs = inputs.q.dtype, inputs.rotated()
         rows = inputs.rows.with_gathered_table()
         num_tokens, num_query_heads, _ = inputs.q.shape
         _, _, num_matrices, page_size, _ = values_of(kv_pages).shape
-        config = self._launch(
-            Problem(kind, num_query_heads, page_size, values_of(kv_pages).dtype, self.platform),
-            options,
+        config = replace(
+            self._config(Problem(kind, num_query_heads, page_size, values_of(kv_pages).dtype, self.platform)),
+            options=options,
             num_tokens=num_tokens,
             num_rows=rows.kv_lens.shape[0],
             table_width=rows.page_table.shape[1],
@@ -202,7 +197,7 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:
-    """Return the properties that determine the best block sizes."""
+    """Return the sizes and dtype of a problem that identify its entry in a chip's file with tuned block sizes."""
     return {
         "num_query_heads": problem.num_query_heads,
         **asdict(problem.kind),

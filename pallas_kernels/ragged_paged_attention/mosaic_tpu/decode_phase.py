@@ -9,30 +9,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxserve.pallas_kernels.kernel_values import Ref, Registers, Scalar
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import work_plan
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import BlockSizes, KernelConfig
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import LANES
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import WorkItem
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.phase import PageSpan, Phase
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_plan import (
-    FIRST_BLOCK,
-    KV_LEN,
-    NUM_DECODE_COLUMNS,
-    ROW,
-)
+from jaxserve.pallas_kernels.tpu import LANES
 
 
 class _DecodeScratch(NamedTuple):
-    queries: Any  # f32[slots, decode slots, K, padded_group, keys]
-    out: Any  # f32[2, decode slots, K, padded_group, sums]
-    state: Softmax  # [decode slots, K * padded_group, ...]
-    query_sems: Any
-    out_sems: Any
+    """VMEM and semaphores of the decode phase."""
+
+    queries: Ref  # f32[slots, decode slots, K, padded_group, keys]
+    out: Ref  # f32[2, decode slots, K, padded_group, sums], outputs on their way to HBM
+    state: Softmax  # f32[decode slots, K * padded_group, ...]
+    query_sems: Ref  # [slots]
+    out_sems: Ref  # [2]
 
 
 class DecodePhase(Phase):
-    """Phase for decode rows: an entry is a group of decode slots, each with one row's pages."""
+    """Attention for rows with one new token: an entry is a group of decode slots, each with one row and its pages."""
 
     def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs) -> None:
         self.sequences, self.pages = blocks.decode_slots, blocks.decode_pages
@@ -40,6 +38,7 @@ class DecodePhase(Phase):
         self.rows = config.num_kv_heads * config.padded_group  # matrix rows per decode slot
 
     def _scratch(self) -> _DecodeScratch:
+        """Return the shapes and dtypes of the VMEM and semaphores to allocate."""
         config, slots, decode_slots = self.config, self.blocks.slots, self.sequences
         heads = (decode_slots, config.num_kv_heads, config.padded_group)
         columns = pltpu.VMEM((decode_slots, self.rows, LANES), jnp.float32)
@@ -51,36 +50,49 @@ class DecodePhase(Phase):
             out_sems=pltpu.SemaphoreType.DMA((2,)),
         )
 
-    def _num_blocks(self, entry: Any) -> Any:
+    def _num_blocks(self, entry: Scalar) -> Scalar:
+        """Return the number of key blocks that a group of decode slots attends to, as many as its longest row has."""
         return self.refs.groups[jnp.minimum(entry, self.refs.groups.shape[0] - 1)]
 
-    def _column(self, entry: Any, decode_slot: int, column: int) -> Any:
-        last = self.refs.decode_slots.shape[0] // NUM_DECODE_COLUMNS - self.sequences
+    def _column(self, entry: Scalar, decode_slot: int, column: int) -> Scalar:
+        """Read an element of `WorkPlan.decode_slots`.
+
+        Args:
+            entry: index of the group.
+            decode_slot: index in the group.
+            column: column of the table, such as `work_plan.KV_LEN`.
+        """
+        last = self.refs.decode_slots.shape[0] // work_plan.NUM_DECODE_COLUMNS - self.sequences
         index = jnp.minimum(entry * self.sequences, last) + decode_slot
-        return self.refs.decode_slots[index * NUM_DECODE_COLUMNS + column]
+        return self.refs.decode_slots[index * work_plan.NUM_DECODE_COLUMNS + column]
 
-    def _first_token(self, entry: Any, decode_slot: int, block: Any) -> Any:
-        return (self._column(entry, decode_slot, FIRST_BLOCK) + block) * self.block_tokens
+    def _first_token(self, entry: Scalar, decode_slot: int, block: Scalar) -> Scalar:
+        """Return the position of the first token in key block `block` of a group's decode slot."""
+        return (self._column(entry, decode_slot, work_plan.FIRST_BLOCK) + block) * self.block_tokens
 
-    def _spans(self, entry: Any, block: Any) -> list[PageSpan]:
+    def _spans(self, entry: Scalar, block: Scalar) -> list[PageSpan]:
+        """Return the pages of a group's key block, one span per decode slot."""
         spans = []
         for decode_slot in range(self.sequences):
-            first_page = (self._column(entry, decode_slot, FIRST_BLOCK) + block) * self.pages
-            row_pages = pl.cdiv(self._column(entry, decode_slot, KV_LEN), self.config.page_size)
+            first_page = (self._column(entry, decode_slot, work_plan.FIRST_BLOCK) + block) * self.pages
+            row_pages = pl.cdiv(self._column(entry, decode_slot, work_plan.KV_LEN), self.config.page_size)
             num_pages = jnp.clip(row_pages - first_page, 0, self.pages)
-            spans.append(PageSpan(self._column(entry, decode_slot, ROW), first_page, num_pages))
+            spans.append(PageSpan(self._column(entry, decode_slot, work_plan.ROW), first_page, num_pages))
         return spans
 
-    def _query_copies(self, entry: Any, slot: Any, scratch: _DecodeScratch) -> list[Any]:
+    def _query_copies(self, entry: Scalar, slot: Scalar, scratch: _DecodeScratch) -> list[Any]:
+        """Return the copy, not yet started, of a group's queries from HBM to slot `slot` of `scratch.queries`."""
         decode_slots = self.refs.inputs.decode_queries.at[pl.ds(entry * self.sequences, self.sequences)]
         return [pltpu.make_async_copy(decode_slots, scratch.queries.at[slot], scratch.query_sems.at[slot])]
 
-    def _out_copy(self, entry: Any, scratch: _DecodeScratch) -> Any:
+    def _out_copy(self, entry: Scalar, scratch: _DecodeScratch) -> Any:
+        """Return the copy, not yet started, of a group's outputs from `scratch.out` to HBM."""
         half = lax.rem(entry, 2)
         decode_slots = self.refs.decode_out.at[pl.ds(entry * self.sequences, self.sequences)]
         return pltpu.make_async_copy(scratch.out.at[half], decode_slots, scratch.out_sems.at[half])
 
-    def _compute(self, entry: Any, block: Any, work_item: WorkItem, scratch: _DecodeScratch) -> None:
+    def _compute(self, entry: Scalar, block: Scalar, work_item: WorkItem, scratch: _DecodeScratch) -> None:
+        """Attend with a group's rows to one key block; after the last block, start to copy the outputs to HBM."""
         slot = lax.rem(entry, self.blocks.slots)
 
         @pl.when(block == 0)
@@ -107,6 +119,7 @@ class DecodePhase(Phase):
             self._out_copy(entry, scratch).start()
 
     def _reset(self, state: Softmax) -> None:
+        """Set the softmax state before any key: empty, or with the sinks."""
         sinks = self.refs.inputs.decode_sinks
         for decode_slot in range(self.sequences):
             state.max_score[decode_slot] = (
@@ -116,32 +129,43 @@ class DecodePhase(Phase):
         state.values[...] = jnp.zeros(state.values.shape, jnp.float32)
 
     def _compute_slot(
-        self, entry: Any, block: Any, decode_slot: int, work_item: WorkItem, queries: Any, state: Softmax
+        self, entry: Scalar, block: Scalar, decode_slot: int, work_item: WorkItem, queries: Ref, state: Softmax
     ) -> None:
-        first, kv_len = self._first_token(entry, decode_slot, block), self._column(entry, decode_slot, KV_LEN)
+        """Attend with one decode slot's row to one of its key blocks.
+
+        Args:
+            entry: index of the group of decode slots.
+            block: index of the key block.
+            decode_slot: index of the decode slot in the group.
+            work_item: the group's pages in VMEM.
+            queries: the row's queries in VMEM, f32 `[K, padded_group, keys]`.
+            state: softmax state of the group, which is updated.
+        """
+        first, kv_len = self._first_token(entry, decode_slot, block), self._column(entry, decode_slot, work_plan.KV_LEN)
         work_item.prepare(decode_slot, kv_len - first)
         heads = [work_item.head_block(decode_slot, head) for head in range(self.config.num_kv_heads)]
-        scores = [own.scores(queries[head].astype(own.keys.dtype)) for head, own in enumerate(heads)]
+        scores = [kv.scores(queries[head].astype(kv.keys.dtype)) for head, kv in enumerate(heads)]
         key = lax.broadcasted_iota(jnp.int32, (self.rows, self.block_tokens), 1) + first
         visible = key < kv_len
         if self.config.options.window is not None:
             visible &= key >= kv_len - self.config.options.window
 
-        def add_up(weights: Any) -> Any:
+        def weighted_sum(weights: Registers) -> Registers:
             size = self.config.padded_group
             parts = [weights[head * size : (head + 1) * size] for head in range(len(heads))]
-            return jnp.concatenate([own.weighted_sum(part) for own, part in zip(heads, parts, strict=True)])
+            return jnp.concatenate([kv.weighted_sum(part) for kv, part in zip(heads, parts, strict=True)])
 
-        state.absorb(decode_slot, jnp.concatenate(scores), visible, add_up, first < kv_len)
+        state.absorb(decode_slot, jnp.concatenate(scores), visible, weighted_sum, first < kv_len)
 
     def _finish(self, scratch: _DecodeScratch) -> None:
+        """Wait until the last two groups' outputs are in HBM."""
         num_entries = self._count_entries()
 
         @pl.loop(jnp.maximum(num_entries - 2, 0), num_entries)
-        def drain(entry: Any) -> None:
+        def drain(entry: Scalar) -> None:
             self._out_copy(entry, scratch).wait()
 
-    def _count_entries(self) -> Any:
-        """Return how many groups have blocks; these groups come first."""
+    def _count_entries(self) -> Scalar:
+        """Return how many groups of decode slots have key blocks; these groups come first in the list."""
         groups = self.refs.groups
         return lax.fori_loop(0, groups.shape[0], lambda i, n: n + (groups[i] > 0).astype(jnp.int32), jnp.int32(0))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float32, Int32, Shaped
 
+from jaxserve.pallas_kernels.kernel_values import Ref
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import BlockSizes, KernelConfig
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.decode_phase import DecodePhase
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands, Refs
@@ -22,7 +22,18 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, Quan
 def write_and_attend(
     config: KernelConfig, blocks: BlockSizes, layer: Int32[Array, "1"], plan: WorkPlan, operands: Operands
 ) -> tuple[Pages, Float32[Array, "decode_slots K padded_group sums"], Shaped[Array, "Q padded sums"]]:
-    """Return the updated pool and the outputs by decode slot and by tile (undefined for tokens without a tile)."""
+    """Write new keys and values to the pool and attend, in one kernel launch.
+
+    Args:
+        config: static parameters.
+        blocks: block sizes.
+        layer: layer in the pool.
+        plan: lists of the step's work.
+        operands: other arrays, including the pool, which is updated in place.
+
+    Returns:
+        The pool, the outputs by decode slot, and the outputs by token for tokens in tiles (undefined for others).
+    """
     scalars = (layer, plan.counts, plan.writes, plan.decode_slots, plan.groups, *plan.tiles)
     inputs = {name: x for name, x in operands._asdict().items() if x is not None}
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
@@ -51,7 +62,10 @@ def write_and_attend(
 
 
 def _cost(config: KernelConfig) -> pl.CostEstimate:
-    """Return the cost for full-length rows, for comparisons between ahead-of-time compiled programs."""
+    """Estimate the kernel's FLOPs and HBM bytes for XLA, as if all rows were as long as the page table allows.
+
+    Row lengths are unknown while compiling.
+    """
     keys = config.num_rows * config.table_width * config.page_size
     dots = keys * config.num_query_heads * -(-config.num_tokens // config.num_rows)
     columns = config.columns
@@ -66,7 +80,16 @@ def _cost(config: KernelConfig) -> pl.CostEstimate:
     )
 
 
-def _kernel(config: KernelConfig, blocks: BlockSizes, num_scalars: int, names: tuple[str, ...], *refs: Any) -> None:
+def _kernel(config: KernelConfig, blocks: BlockSizes, num_scalars: int, names: tuple[str, ...], *refs: Ref) -> None:
+    """Run the kernel body, in its only grid step: write all slabs, then attend with decode slots, then with tiles.
+
+    Args:
+        config: static parameters.
+        blocks: block sizes.
+        num_scalars: number of references to scalars: layer and lists of the plan, in SMEM.
+        names: names in `Operands` of the next references.
+        *refs: references to scalars, operands and results.
+    """
     layer, counts, writes, decode_slots, groups, *tiles = refs[:num_scalars]
     inputs = Operands(**dict(zip(names, refs[num_scalars:], strict=False)))
     kv_pages, *scales, decode_out, tile_out = refs[num_scalars + len(names) :]
@@ -74,5 +97,5 @@ def _kernel(config: KernelConfig, blocks: BlockSizes, num_scalars: int, names: t
     found = Refs(layer, counts, writes, decode_slots, groups, tuple(tiles), inputs, *results)
     PageWriter(config, blocks, found).run()
     DecodePhase(config, blocks, found).run()
-    for kind in range(len(found.tiles)):
-        TilePhase(config, blocks, found, kind).run()
+    for size_index in range(len(found.tiles)):
+        TilePhase(config, blocks, found, size_index).run()

@@ -10,15 +10,14 @@ from jaxtyping import Array, BFloat16
 
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import (
-    LANES,
     SCALE_HEADS,
     SCALE_TOKENS,
     default_page_size,
     pair_columns,
-    round_up,
     scale_rows,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
+from jaxserve.pallas_kernels.tpu import LANES, round_up
 
 
 @dataclass(frozen=True)

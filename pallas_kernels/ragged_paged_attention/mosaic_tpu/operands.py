@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped
 
+from jaxserve.pallas_kernels.kernel_values import Ref
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import PAGE_IDS, BlockSizes, KernelConfig
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scales_to_tiles
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import (
     ALIGNED_TOKENS,
-    LANES,
     SCALE_TOKENS,
     SUBLANES,
 )
@@ -22,48 +22,62 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_plan import 
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, quantize, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
+from jaxserve.pallas_kernels.tpu import LANES
 
 
 class Operands(NamedTuple):
-    """Arrays that the kernel gets in addition to its plan."""
+    """Arrays that the kernel reads in addition to its plan; as references in the kernel, they are in HBM, sinks not."""
 
     page_ids: Int32[Array, "chunks 1 128"]
     """Page table, cut into chunks that can be fetched."""
-    new: Float32[Array, "units padded columns"]
-    """New keys and values, adjacent for each head; `slab` padding tokens come first, and further padding last."""
+    new: Float32[Array, "matrices padded columns"]
+    """New keys and values per token, in the columns of a page; `slab` padding tokens come first, more padding last."""
     decode_queries: Float32[Array, "decode_slots K padded_group keys"]
+    """Queries of the decode slots' tokens."""
     tile_queries: Shaped[Array, "Q padded keys"]
+    """Queries of all tokens, padded at the end so that every tile lies inside."""
     decode_sinks: Float32[Array, "rows 128"]
     """Sink logits for all query heads in a decode slot, in base 2."""
     tile_sinks: Float32[Array, "Q"]
+    """Sink logits, in base 2."""
     nodes: Int32[Array, "padded columns"]
     """`visible_nodes` per token."""
-    kv_pages: Shaped[Array, "L N units P columns"]
+    kv_pages: Shaped[Array, "L N matrices P columns"]
+    """The pool."""
     new_scales: BFloat16[Array, "slabs rows 128"] | None = None
     """Scales for the tokens in each written slab, in the pool's layout; None without scales."""
     scales: BFloat16[Array, "L N slabs rows 128"] | None = None
+    """The pool's scales."""
 
 
 class Refs(NamedTuple):
-    """The kernel's references to its scalars, operands and results."""
+    """The kernel's references: lists of `WorkPlan` in SMEM, operands, and results in HBM."""
 
-    layer: Any
-    counts: Any
-    writes: Any
-    decode_slots: Any
-    groups: Any
+    layer: Ref
+    counts: Ref
+    writes: Ref
+    decode_slots: Ref
+    groups: Ref
     tiles: tuple[Any, ...]
     inputs: Operands
-    kv_pages: Any  # the updated pool
-    scales: Any  # None for pools without scales
-    decode_out: Any
-    tile_out: Any
+    kv_pages: Ref  # the updated pool
+    scales: Ref  # None for pools without scales
+    decode_out: Ref
+    tile_out: Ref
 
 
 def make_operands(
     config: KernelConfig, blocks: BlockSizes, plan: WorkPlan, inputs: AttentionInputs, kv_pages: Pages
 ) -> Operands:
-    """Return the operands for rotated inputs."""
+    """Convert a step's arrays to the kernel's operands: pad, transpose and quantise them.
+
+    Args:
+        config: static parameters.
+        blocks: block sizes.
+        plan: lists of the step's work.
+        inputs: queries, keys and values after RoPE, and the rows.
+        kv_pages: the pool.
+    """
     q, sinks = inputs.q, inputs.sinks
     vectors = (inputs.k,) if inputs.v is None else (inputs.k, inputs.v)
     new_scales = None
@@ -91,7 +105,15 @@ def token_outputs(
     decode_out: Float32[Array, "decode_slots K padded_group sums"],
     tile_out: Shaped[Array, "Q padded sums"],
 ) -> Float32[Array, "T Q value"]:
-    """Return the outputs for all tokens, from their decode slots or tiles; zeros for padding tokens."""
+    """Collect each token's output from the kernel's results; return zeros for padding tokens.
+
+    Args:
+        config: static parameters.
+        plan: lists of the step's work, which assign tokens to decode slots.
+        rows: the step's rows.
+        decode_out: outputs by decode slot.
+        tile_out: outputs by query head and token, for tokens in tiles.
+    """
     results = config.columns.results
     decode_outputs = decode_out[:, :, : config.group, results].reshape(
         -1, config.num_query_heads, config.columns.value_dim
@@ -107,12 +129,16 @@ def token_outputs(
 
 
 def _page_ids(config: KernelConfig, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:
+    """Return the page table in chunks of 128 page ids, as many as one copy fetches; each row starts a new chunk."""
     table = jnp.pad(rows.page_table, ((0, 0), (0, -config.table_width % PAGE_IDS)))
     return table.reshape(-1, 1, PAGE_IDS)
 
 
-def _new(config: KernelConfig, vectors: Sequence[Shaped[Array, "T K _"]]) -> Float32[Array, "units padded columns"]:
-    """Return new keys and values in float32: single rows with narrower dtypes cannot be moved in memory."""
+def _new(config: KernelConfig, vectors: Sequence[Shaped[Array, "T K _"]]) -> Float32[Array, "matrices padded columns"]:
+    """Return `Operands.new` for new keys and values, or latents (`vectors`).
+
+    It is float32, since the kernel cannot shift single rows with narrower dtypes in VMEM.
+    """
     new = jnp.concatenate([x.astype(jnp.float32) for x in vectors], axis=-1)  # [T, K, columns]
     new = new.reshape(config.num_tokens, config.num_matrices, -1).swapaxes(0, 1)
     padding = -config.num_tokens % SUBLANES + config.slab + SUBLANES
@@ -122,6 +148,7 @@ def _new(config: KernelConfig, vectors: Sequence[Shaped[Array, "T K _"]]) -> Flo
 def _new_scales(
     config: KernelConfig, plan: WorkPlan, vector_scales: Sequence[BFloat16[Array, "T K"]]
 ) -> BFloat16[Array, "slabs rows 128"]:
+    """Return `Operands.new_scales` for the scales of new keys and values, one array for each (`vector_scales`)."""
     scales = jnp.stack(vector_scales, axis=-1).reshape(config.num_tokens, config.num_vectors)
     first_token = plan.writes.reshape(-1, NUM_WRITE_COLUMNS)[:, FIRST_TOKEN]
     token = first_token[:, None] + jnp.arange(SCALE_TOKENS, dtype=jnp.int32)[None, :]
@@ -131,6 +158,7 @@ def _new_scales(
 def _decode_queries(
     config: KernelConfig, plan: WorkPlan, q: Float[Array, "T Q key"]
 ) -> Float32[Array, "decode_slots K padded_group keys"]:
+    """Gather the decode slots' queries from all tokens' queries `q`, padded to whole memory tiles."""
     queries = q.at[plan.token_of_slot].get(mode="clip").astype(jnp.float32)
     queries = queries.reshape(-1, config.num_kv_heads, config.group, config.columns.key_dim)
     columns = config.columns.keys - config.columns.key_dim
@@ -138,19 +166,21 @@ def _decode_queries(
 
 
 def _padded_tokens(config: KernelConfig, blocks: BlockSizes) -> int:
-    """Return the number of padding tokens after the last token, so that every tile lies inside the array."""
+    """Return how many padding tokens to append to all tokens, so that every query tile lies inside the array."""
     return -config.num_tokens % ALIGNED_TOKENS + max(blocks.tile_tokens)
 
 
 def _tile_queries(
     config: KernelConfig, blocks: BlockSizes, q: Float[Array, "T Q key"]
 ) -> Shaped[Array, "Q padded keys"]:
+    """Return `Operands.tile_queries` for all tokens' queries `q`, in the dtype of matmul operands."""
     queries = q.astype(config.matmul_dtype).swapaxes(0, 1)  # [Q, T, key]
     columns = config.columns.keys - config.columns.key_dim
     return jnp.pad(queries, ((0, 0), (0, _padded_tokens(config, blocks)), (0, columns)))
 
 
 def _decode_sinks(config: KernelConfig, sinks: Float[Array, "Q"] | None) -> Float32[Array, "rows 128"]:
+    """Return `Operands.decode_sinks` for one logit per query head: repeated in 128 columns, zeros without sinks."""
     if sinks is None:
         return jnp.zeros((config.num_kv_heads * config.padded_group, LANES), jnp.float32)
     heads = (sinks.astype(jnp.float32) * LOG2E).reshape(config.num_kv_heads, config.group)
@@ -161,6 +191,7 @@ def _decode_sinks(config: KernelConfig, sinks: Float[Array, "Q"] | None) -> Floa
 def _nodes(
     config: KernelConfig, blocks: BlockSizes, tree_mask: Int32[Array, "T"] | None, rows: RaggedRows
 ) -> Int32[Array, "padded columns"]:
+    """Return `visible_nodes` for all tokens and padding, or a placeholder without draft trees."""
     if tree_mask is None:
         return jnp.zeros((SUBLANES, 1), jnp.int32)
     return jnp.pad(visible_nodes(tree_mask, rows, config.options.window), ((0, _padded_tokens(config, blocks)), (0, 0)))

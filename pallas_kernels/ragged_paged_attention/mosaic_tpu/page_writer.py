@@ -10,25 +10,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxserve.pallas_kernels.kernel_values import Ref, Scalar
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import work_plan
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import BlockSizes, KernelConfig
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import SCALE_TOKENS, SUBLANES
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import page_ref
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_plan import (
-    BEGIN,
-    END,
-    FIRST_TOKEN,
-    NUM_WRITE_COLUMNS,
-    OFFSET,
-    PAGE,
-)
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 
 
 class PageWriter:
-    """Writer for new keys and values: each slab is read, changed and written back.
+    """Part of the kernel that writes new keys and values to their pages, one slab after the other.
 
-    All slabs are written before any row attends, so rows see them in shared pages.
+    A slab is read from HBM, changed in VMEM and written back, while others are in flight. All slabs are written before
+    any row attends, so that rows see them in shared pages.
     """
 
     def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs) -> None:
@@ -37,7 +32,7 @@ class PageWriter:
         self.count = refs.counts[0]
 
     def run(self) -> None:
-        """Write all slabs."""
+        """Allocate memory, and write the new keys and values in all slabs of `WorkPlan.writes`."""
         config = self.config
         pl.run_scoped(
             self._write_all,
@@ -50,8 +45,19 @@ class PageWriter:
             pltpu.SemaphoreType.DMA((self.slots, 2)),
         )
 
-    def _write_all(self, slabs: Any, news: Any, scales: Sequence[Any], read_sems: Any, write_sems: Any) -> None:
-        def reads(index: Any) -> Sequence[Any]:
+    def _write_all(self, slabs: Ref, news: Ref, scales: Sequence[Any], read_sems: Ref, write_sems: Ref) -> None:
+        """Write all slabs, in allocated memory.
+
+        Args:
+            slabs: VMEM for slabs of the pool, `[slots, matrices, slab, columns]`.
+            news: VMEM for new vectors, f32 `[slots, matrices, slab + 8, columns]`.
+            scales: VMEM for a slab's scales and for new scales, `[slots, rows, 128]` each; empty without scales.
+            read_sems: semaphores, `[slots, 4]`.
+            write_sems: semaphores, `[slots, 2]`.
+        """
+
+        def reads(index: Scalar) -> Sequence[Any]:
+            """Return the copies from HBM for slab `index`: the slab, the new vectors, and the scales of both."""
             slot = lax.rem(index, self.slots)
             first = pl.multiple_of(self._first_new(index) // SUBLANES * SUBLANES, SUBLANES)
             new = self.refs.inputs.new.at[:, pl.ds(first, self.config.slab + SUBLANES)]
@@ -65,7 +71,8 @@ class PageWriter:
                 for number, (source, target) in enumerate(zip(sources, targets, strict=True))
             ]
 
-        def writes(index: Any) -> Sequence[Any]:
+        def writes(index: Scalar) -> Sequence[Any]:
+            """Return the copies to HBM for slab `index`: the changed slab and its scales."""
             slot = lax.rem(index, self.slots)
             copies = [pltpu.make_async_copy(slabs.at[slot], self._slab_ref(index), write_sems.at[slot, 0])]
             for kept in scales[:1]:
@@ -73,12 +80,12 @@ class PageWriter:
             return copies
 
         @pl.loop(0, jnp.minimum(self.ahead, self.count))
-        def start(index: Any) -> None:
+        def start(index: Scalar) -> None:
             for copy in reads(index):
                 copy.start()
 
         @pl.loop(0, self.count)
-        def step(index: Any) -> None:
+        def step(index: Scalar) -> None:
             @pl.when(index >= self.ahead)
             def free() -> None:
                 for copy in writes(index - self.ahead):
@@ -99,39 +106,58 @@ class PageWriter:
                 copy.start()
 
         @pl.loop(jnp.maximum(self.count - self.ahead, 0), self.count)
-        def drain(index: Any) -> None:
+        def drain(index: Scalar) -> None:
             for copy in writes(index):
                 copy.wait()
 
-    def _column(self, index: Any, column: int) -> Any:
-        return self.refs.writes[index * NUM_WRITE_COLUMNS + column]
+    def _column(self, index: Scalar, column: int) -> Scalar:
+        """Read an element of `WorkPlan.writes`: slab `index`, and a column such as `work_plan.PAGE`."""
+        return self.refs.writes[index * work_plan.NUM_WRITE_COLUMNS + column]
 
-    def _slab_ref(self, index: Any) -> Any:
-        offset = pl.multiple_of(self._column(index, OFFSET), self.config.slab)
-        page = page_ref(self.config, self.refs, self.refs.layer[0], self._column(index, PAGE))
+    def _slab_ref(self, index: Scalar) -> Ref:
+        """Return slab `index` in the pool (HBM), `[matrices, slab, columns]`."""
+        offset = pl.multiple_of(self._column(index, work_plan.OFFSET), self.config.slab)
+        page = page_ref(self.config, self.refs, self.refs.layer[0], self._column(index, work_plan.PAGE))
         return page.at[:, pl.ds(offset, self.config.slab)]
 
-    def _scale_ref(self, index: Any) -> Any:
-        page = self.refs.scales.at[self.refs.layer[0], self._column(index, PAGE)]
-        return page.at[self._column(index, OFFSET) // self.config.slab]
+    def _scale_ref(self, index: Scalar) -> Ref:
+        """Return the scales of slab `index` in the pool (HBM), `[rows, 128]`."""
+        page = self.refs.scales.at[self.refs.layer[0], self._column(index, work_plan.PAGE)]
+        return page.at[self._column(index, work_plan.OFFSET) // self.config.slab]
 
-    def _first_new(self, index: Any) -> Any:
-        """Return the index in `Operands.new` for a slab's first token, which may be another row's token or padding."""
-        return self._column(index, FIRST_TOKEN) + self.config.slab
+    def _first_new(self, index: Scalar) -> Scalar:
+        """Return the index in `Operands.new` at which the tokens of slab `index` begin.
 
-    def _merge(self, index: Any, slab: Any, new: Any) -> None:
-        """Replace the slab's new rows by rows from `new`, which begins up to seven rows earlier."""
+        The first one may be another row's token or padding.
+        """
+        return self._column(index, work_plan.FIRST_TOKEN) + self.config.slab
+
+    def _merge(self, index: Scalar, slab: Ref, new: Ref) -> None:
+        """Replace the rows of a slab that this step writes, in VMEM.
+
+        Args:
+            index: index of the slab.
+            slab: content of the page, `[matrices, slab, columns]`, which is changed.
+            new: new vectors, f32 `[matrices, slab + 8, columns]`; they begin up to seven rows before the slab's.
+        """
         size = self.config.slab + SUBLANES
         shift = lax.rem(size - lax.rem(self._first_new(index), SUBLANES), size)
-        begin, end = self._column(index, BEGIN), self._column(index, END)
+        begin, end = self._column(index, work_plan.BEGIN), self._column(index, work_plan.END)
         for unit in range(self.config.num_matrices):
             rows = pltpu.roll(new[unit], shift, 0)[: self.config.slab]
             row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
             kept = slab[unit].astype(jnp.float32)
             slab[unit] = jnp.where((row >= begin) & (row < end), rows, kept).astype(slab.dtype)
 
-    def _merge_scales(self, index: Any, kept: Any, new: Any) -> None:
+    def _merge_scales(self, index: Scalar, kept: Ref, new: Ref) -> None:
+        """Replace the scales of slab `index`'s rows that this step writes, in VMEM.
+
+        Args:
+            index: index of the slab.
+            kept: scales of the page, `[rows, 128]`, which are changed.
+            new: new scales, `[rows, 128]`.
+        """
         token = lax.broadcasted_iota(jnp.int32, kept.shape, 1) & (SCALE_TOKENS - 1)
-        is_new = (token >= self._column(index, BEGIN)) & (token < self._column(index, END))
+        is_new = (token >= self._column(index, work_plan.BEGIN)) & (token < self._column(index, work_plan.END))
         merged = jnp.where(is_new, new[...].astype(jnp.float32), kept[...].astype(jnp.float32))
         kept[...] = merged.astype(kept.dtype)

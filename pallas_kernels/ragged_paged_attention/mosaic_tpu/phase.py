@@ -10,72 +10,91 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxserve.pallas_kernels.kernel_values import Ref, Scalar
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import PAGE_IDS, BlockSizes, KernelConfig
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import LANES, SCALE_HEADS
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import SCALE_HEADS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import PageBuffers, WorkItem, page_ref
+from jaxserve.pallas_kernels.tpu import LANES
 
 
 class PageSpan(NamedTuple):
-    """Consecutive pages in one sequence, to be loaded for one work item."""
+    """Consecutive pages in one sequence, to be copied to VMEM for one work item."""
 
-    row: Any
-    first_page: Any  # index among the row's pages
-    num_pages: Any  # zero if the sequence has ended
+    row: Scalar  # index of the sequence in the page table
+    first_page: Scalar  # index among the row's pages
+    num_pages: Scalar  # zero if the sequence has ended
 
 
 class _Memory(NamedTuple):
-    """Buffers and semaphores for a phase."""
+    """Memory and DMA semaphores that a phase allocates."""
 
     pages: PageBuffers
-    ids: Any  # i32[2, sequences, 1, 128], page ids for a work item and the next one
-    page_sems: Any  # semaphores for values and for scales
-    id_sems: Any
-    scratch: Any  # scratch memory for the subclass
+    ids: Ref  # i32[2, sequences, 1, 128] in SMEM, page ids for a work item and the next one
+    page_sems: Ref  # [slots, 2], semaphores for values and for scales
+    id_sems: Ref  # [2]
+    scratch: Any  # the subclass's memory and semaphores
 
 
 class Phase(ABC):
-    """Loop over work items: (entry, key block) pairs, entry by entry.
+    """Part of the kernel that attends for one list of queries: a loop over work items, with copies ahead.
 
-    An entry is a set of queries that are computed together, such as a query tile; the subclass defines it. While one
-    work item is computed, the pages for the next ones are being copied to VMEM, and the page ids for the one after
-    them.
+    An entry of the list is a set of queries that are computed together, such as a query tile; the subclass defines it.
+    A work item is an entry with one of the key blocks that it attends to; work items are processed entry by entry.
+    While one is computed, the next ones' pages are being copied to VMEM, and the page ids for the one after them.
+
+    Attributes:
+        sequences: number of sequences per work item.
+        pages: number of pages per sequence in a work item, its key block.
+        block_tokens: number of tokens in a key block.
     """
 
-    sequences: int  # sequences per work item
-    pages: int  # pages per sequence in a work item
+    sequences: int
+    pages: int
 
-    def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs, num_work_items: Any) -> None:
+    def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs, num_work_items: Scalar) -> None:
         self.config, self.blocks, self.refs, self.num_work_items = config, blocks, refs, num_work_items
         self.block_tokens = self.pages * config.page_size
         self.id_chunks = -(-config.table_width // PAGE_IDS)
 
     @abstractmethod
-    def _num_blocks(self, entry: Any) -> Any:
-        """Return the number of key blocks that an entry's queries read."""
+    def _num_blocks(self, entry: Scalar) -> Any:
+        """Return the number of key blocks that entry `entry` attends to."""
 
     @abstractmethod
-    def _spans(self, entry: Any, block: Any) -> list[PageSpan]:
-        """Return the pages to load for one key block in an entry, one span per sequence."""
+    def _spans(self, entry: Scalar, block: Scalar) -> list[PageSpan]:
+        """Return the pages of one work item, one span per sequence.
+
+        Args:
+            entry: index of the entry.
+            block: index of the key block among those that the entry attends to.
+        """
 
     @abstractmethod
-    def _query_copies(self, entry: Any, slot: Any, scratch: Any) -> list[Any]:
-        """Return the copies that fetch an entry's queries."""
+    def _query_copies(self, entry: Scalar, slot: Scalar, scratch: Any) -> list[Any]:
+        """Return the copies, not yet started, of an entry's queries from HBM to slot `slot` of `scratch`."""
 
     @abstractmethod
-    def _compute(self, entry: Any, block: Any, work_item: WorkItem, scratch: Any) -> None:
-        """Attend from an entry's queries to one key block."""
+    def _compute(self, entry: Scalar, block: Scalar, work_item: WorkItem, scratch: Any) -> None:
+        """Attend with an entry's queries to one key block; after the last block, start to copy the outputs to HBM.
+
+        Args:
+            entry: index of the entry.
+            block: index of the key block among those that the entry attends to.
+            work_item: the block's pages in VMEM.
+            scratch: the subclass's memory, with the queries and the softmax state.
+        """
 
     @abstractmethod
     def _finish(self, scratch: Any) -> None:
-        """Wait until all outputs are stored, after the last work item."""
+        """Wait, after the last work item, until the copies of outputs to HBM are complete."""
 
     @abstractmethod
     def _scratch(self) -> Any:
-        """Return the subclass's scratch memory."""
+        """Return the memory and semaphores that the subclass needs, as shapes to allocate."""
 
     def run(self) -> None:
-        """Process all work items."""
+        """Allocate memory, and process all work items in order."""
         slots = self.blocks.slots
         memory = _Memory(
             pages=self._page_memory(),
@@ -84,9 +103,10 @@ class Phase(ABC):
             id_sems=pltpu.SemaphoreType.DMA((2,)),
             scratch=self._scratch(),
         )
-        pl.run_scoped(self._go_through, memory)
+        pl.run_scoped(self._run_with, memory)
 
     def _page_memory(self) -> PageBuffers:
+        """Return the shapes and dtypes of the VMEM for pages."""
         slots, num_pages = self.blocks.slots, self.sequences * self.pages
         page = (self.config.num_matrices, self.config.page_size, self.config.columns.matrix_columns)
         values = pltpu.VMEM((slots, num_pages, *page), self.config.kv_dtype)
@@ -97,10 +117,11 @@ class Phase(ABC):
         scales = pltpu.VMEM((slots, num_pages, *tiles), self.refs.scales.dtype)
         return PageBuffers(values, scales, pltpu.VMEM(by_token, jnp.float32))
 
-    def _go_through(self, memory: _Memory) -> None:
+    def _run_with(self, memory: _Memory) -> None:
+        """Process all work items in allocated memory."""
         ahead = self.blocks.slots - 1
 
-        def fetch(number: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
+        def fetch(number: Scalar, at: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
             """Start copies for a work item's pages and the next one's page ids; return the next entry and block."""
             following = self._after(*at)
 
@@ -121,7 +142,9 @@ class Phase(ABC):
         start = (jnp.int32(0), jnp.int32(0))
         fetched = lax.fori_loop(0, ahead, fetch, start)
 
-        def step(number: Any, at: tuple[tuple[Any, Any], tuple[Any, Any]]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+        def step(
+            number: Scalar, at: tuple[tuple[Any, Any], tuple[Any, Any]]
+        ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
             here, fetched = at
             fetched = fetch(number + ahead, fetched)
             slot = lax.rem(number, self.blocks.slots)
@@ -133,11 +156,22 @@ class Phase(ABC):
         lax.fori_loop(0, self.num_work_items, step, (start, fetched))
         self._finish(memory.scratch)
 
-    def _after(self, entry: Any, block: Any) -> tuple[Any, Any]:
+    def _after(self, entry: Scalar, block: Scalar) -> tuple[Scalar, Scalar]:
+        """Return the entry and key block of the next work item."""
         is_last = block + 1 >= self._num_blocks(entry)
         return jnp.where(is_last, entry + 1, entry), jnp.where(is_last, 0, block + 1)
 
-    def _id_copies(self, at: tuple[Any, Any], half: Any, memory: _Memory) -> list[tuple[PageSpan, Any]]:
+    def _id_copies(self, at: tuple[Scalar, Scalar], half: Scalar, memory: _Memory) -> list[tuple[PageSpan, Any]]:
+        """Return the copies, not yet started, of a work item's page ids to half `half` of `memory.ids`.
+
+        Args:
+            at: the work item's entry and key block.
+            half: 0 or 1.
+            memory: memory of the phase.
+
+        Returns:
+            For each sequence its pages, and the copy of the 128 page ids that include theirs.
+        """
         copies = []
         for sequence, span in enumerate(self._spans(*at)):
             chunk = span.row * self.id_chunks + span.first_page // PAGE_IDS
@@ -146,11 +180,19 @@ class Phase(ABC):
             copies.append((span, pltpu.make_async_copy(source, target, memory.id_sems.at[half])))
         return copies
 
-    def _start_ids(self, at: tuple[Any, Any], half: Any, memory: _Memory) -> None:
+    def _start_ids(self, at: tuple[Scalar, Scalar], half: Scalar, memory: _Memory) -> None:
+        """Start the copies of `_id_copies` for the sequences that have pages in the work item."""
         for span, copy in self._id_copies(at, half, memory):
             pl.when(span.num_pages > 0)(copy.start)
 
-    def _start_pages(self, at: tuple[Any, Any], number: Any, memory: _Memory) -> None:
+    def _start_pages(self, at: tuple[Scalar, Scalar], number: Scalar, memory: _Memory) -> None:
+        """Wait for a work item's page ids, and start to copy its pages, and the queries if it is its entry's first.
+
+        Args:
+            at: the work item's entry and key block.
+            number: index of the work item, which determines the memory that it uses.
+            memory: memory of the phase.
+        """
         entry, block = at
         half, slot = lax.rem(number, 2), lax.rem(number, self.blocks.slots)
         pages, sems = memory.pages.at(slot), memory.page_sems.at[slot]
@@ -166,13 +208,22 @@ class Phase(ABC):
             first_id = lax.rem(span.first_page, PAGE_IDS)
 
             @pl.loop(0, span.num_pages)
-            def start(page: Any, sequence: int = sequence, first_id: Any = first_id) -> None:
+            def start(page: Scalar, sequence: int = sequence, first_id: Scalar = first_id) -> None:
                 page_id = memory.ids[half, sequence, 0, first_id + page]
                 index = sequence * self.pages + page
                 for copy in self._page_copies(self.refs.layer[0], page_id, pages, index, sems):
                     copy.start()
 
-    def _page_copies(self, layer: Any, page_id: Any, pages: PageBuffers, index: Any, sems: Any) -> list[Any]:
+    def _page_copies(self, layer: Scalar, page_id: Scalar, pages: PageBuffers, index: Scalar, sems: Ref) -> list[Any]:
+        """Return the copies, not yet started, of one page and its scales from HBM to VMEM.
+
+        Args:
+            layer: layer in the pool.
+            page_id: page in the pool.
+            pages: buffers of the work item.
+            index: index of the page in the buffers.
+            sems: semaphores of the work item, for values and for scales.
+        """
         page = page_ref(self.config, self.refs, layer, page_id)
         copies = [pltpu.make_async_copy(page, pages.values.at[index], sems.at[0])]
         if self.config.has_scales:
@@ -180,10 +231,17 @@ class Phase(ABC):
             copies.append(pltpu.make_async_copy(scales, pages.scales.at[index], sems.at[1]))
         return copies
 
-    def _wait_for_pages(self, at: tuple[Any, Any], pages: PageBuffers, sems: Any) -> None:
+    def _wait_for_pages(self, at: tuple[Scalar, Scalar], pages: PageBuffers, sems: Ref) -> None:
+        """Wait until all pages of a work item are in VMEM.
+
+        Args:
+            at: the work item's entry and key block.
+            pages: buffers of the work item.
+            sems: semaphores of the work item, for values and for scales.
+        """
         num_pages = sum(span.num_pages for span in self._spans(*at))
 
         @pl.loop(0, num_pages)
-        def wait(page: Any) -> None:
+        def wait(page: Scalar) -> None:
             for copy in self._page_copies(0, 0, pages, 0, sems):
                 copy.wait()

@@ -8,26 +8,35 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jaxserve.pallas_kernels.kernel_values import Ref, Registers, Scalar
+
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a query that has seen no key yet does not turn into NaN
 
 
 class Softmax(NamedTuple):
-    """State of an online softmax; scores in base 2."""
+    """State of an online softmax in VMEM, for rows of queries over the keys seen so far; scores are in base 2."""
 
-    max_score: Any  # f32[..., 128], the same in all columns
-    denominator: Any
-    values: Any  # f32[..., sums], weighted sum
+    max_score: Ref  # f32[..., 128], the same in all columns
+    denominator: Ref  # f32[..., 128], sum of the weights, the same in all columns
+    values: Ref  # f32[..., sums], sum of the values times their weights
 
-    def absorb(self, at: Any, scores: Any, visible: Any, add_up: Callable[[Any], Any], is_live: Any) -> None:
-        """Update the rows `at` with one more key block.
+    def absorb(
+        self,
+        at: Any,
+        scores: Registers,
+        visible: Registers,
+        weighted_sum: Callable[[Registers], Registers],
+        is_live: Scalar | None,
+    ) -> None:
+        """Add one more key block to the state.
 
         Args:
-          at: rows in the state.
-          scores: scores for the block, `[..., keys]`.
-          visible: mask of the scores that count.
-          add_up: function from weights to the weighted sum of the block's values.
-          is_live: True if the block's values are defined; None if they always are.
+          at: index on the state's first axis, or a slice of it: the queries that attend.
+          scores: their scores for the block's keys, f32 `[..., keys]`.
+          visible: mask of the keys that each query sees, shaped like `scores`.
+          weighted_sum: function that returns the sums of the block's values, `[..., sums]`, for weights `[..., keys]`.
+          is_live: False if the block's values are undefined and must not be added; None if they never are.
         """
         before = self.max_score[at][..., :1]
         scores = jnp.where(visible, scores, MASKED)
@@ -35,7 +44,7 @@ class Softmax(NamedTuple):
         weights = jnp.where(visible, jnp.exp2(scores - after), 0)
         rescale = jnp.exp2(before - after)
         total = self.denominator[at][..., :1] * rescale + jnp.sum(weights, axis=-1, keepdims=True)
-        values = add_up(weights)
+        values = weighted_sum(weights)
         if is_live is not None:
             values = jnp.where(is_live, values, 0)
         columns = self.max_score[at].shape
@@ -43,7 +52,10 @@ class Softmax(NamedTuple):
         self.denominator[at] = jnp.broadcast_to(total, columns)
         self.values[at] = self.values[at] * rescale + values
 
-    def result(self, at: Any) -> Any:
-        """Return the weighted mean of the values in the rows `at`, zeros for rows without any weight."""
+    def result(self, at: Any) -> Registers:
+        """Return the attention outputs f32 `[..., sums]` for the queries at index `at` of the state's first axis.
+
+        Queries that have seen no key get zeros.
+        """
         denominator = self.denominator[at][..., :1]
         return self.values[at] / jnp.where(denominator > 0, denominator, 1)
