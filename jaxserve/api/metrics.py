@@ -45,7 +45,10 @@ class TimeSplit:
 
     @property
     def efficiency(self) -> float:
-        """E = compute / (compute + memory + stall), in [0, 1]; 0 if no time has passed."""
+        """Fraction of the time that computes at the peak rate, in [0, 1]: compute / (compute + memory + stall).
+
+        It is 0 if no time has passed.
+        """
         return self.compute_ms / self.total_ms if self.total_ms else 0.0
 
     @property

@@ -165,7 +165,7 @@ class GrowingList(Protocol):
 
 
 class _ListField:
-    """Descriptor of a list that may be stored as a GrowingList."""
+    """Descriptor of a list attribute that may be stored as a GrowingList, and is then read as its list."""
 
     def __init__(self, name: str) -> None:
         self._name = name

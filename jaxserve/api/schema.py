@@ -70,7 +70,7 @@ class FieldType:
         return self.convert(value) if self.items is None else self.items.read_all(name, value, error)
 
     def read_all(self, name: str, values: Sequence[Any], error: Error) -> list[Any]:
-        """Return the values to store for those in a list, all of this type; raise `error` for the first wrong one."""
+        """Read each value in a list: return the values to store, or raise `error` for the first that is wrong."""
         if not values:
             return []
         is_plain = self.is_interval and set(map(type, values)) == {int}

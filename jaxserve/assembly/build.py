@@ -66,7 +66,7 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
 
 @contextlib.contextmanager
 def naming_exhaustion(config: EngineConfig) -> Iterator[None]:
-    """Raise a one-line ConfigError, with advice, for jax's error within this context that a device is out of memory."""
+    """Raise a one-line ConfigError, with advice, for an out-of-memory error of jax within this context."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

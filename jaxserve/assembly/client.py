@@ -129,10 +129,12 @@ class CoreClient:
         self._call("wait_until_warm")
 
     def peak_rates(self) -> PeakRates:
+        """Return the device's peak rates, measured in the core's process."""
         rates: PeakRates = self._call("peak_rates")
         return rates
 
     def describe_device(self) -> Device:
+        """Return the device that the core runs on."""
         device: Device = self._call("describe_device")
         return device
 
@@ -147,6 +149,7 @@ class CoreClient:
 
     @property
     def memory(self) -> MemoryState:
+        """State of the devices' memory: awake, asleep or closed."""
         return self.driver.status.memory
 
     def check_serve(self) -> None:

@@ -274,6 +274,7 @@ class _Sender(logging.Handler):
         self._process = process
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Send a log record, with its traceback as text."""
         text = record.getMessage()
         if record.exc_info:
             text += "\n" + logging.Formatter().formatException(record.exc_info)

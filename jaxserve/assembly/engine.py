@@ -150,6 +150,7 @@ class Engine:
         return self.host.peak_rates()
 
     def describe_device(self) -> Device:
+        """Return the device that the engine runs on."""
         return self.host.describe_device()
 
     @property
@@ -176,6 +177,7 @@ class Engine:
 
     @property
     def _local(self) -> CoreHost:
+        """Host of a core in this process."""
         assert isinstance(self.host, CoreHost), "with engine_process, the core is in another process"
         return self.host
 

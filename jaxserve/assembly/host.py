@@ -163,9 +163,11 @@ class CoreHost:
         self.devices.wait_until_warm()
 
     def peak_rates(self) -> PeakRates:
+        """Return the device's peak rates, from the user's cache or measured now."""
         return self.devices.peak_rates()
 
     def describe_device(self) -> Device:
+        """Return the device that the core runs on."""
         return describe_device()
 
     def close_logs(self) -> None:
@@ -186,6 +188,7 @@ class CoreHost:
 
     @property
     def memory(self) -> MemoryState:
+        """State of the devices' memory: awake, asleep or closed."""
         return self.devices.memory
 
     def check_serve(self) -> None:
@@ -225,6 +228,7 @@ class CoreHost:
         return self.core.last_steps
 
     def check_integrity(self) -> None:
+        """Raise AssertionError if a page, slot or request is lost or shared."""
         self.core.check_integrity()
 
 

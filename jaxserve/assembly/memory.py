@@ -42,7 +42,7 @@ _claimed: dict[str, float] = {}
 
 @runtime_checkable
 class Memory(Protocol):
-    """A device that may report its memory."""
+    """Protocol of a device that may report its memory."""
 
     def memory_stats(self) -> Mapping[str, int] | None:
         """Bytes in use and their limit, among others; None if not reported."""

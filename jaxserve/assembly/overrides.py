@@ -18,7 +18,7 @@ _RENAMED = {"dtype": "torch_dtype", "torch_dtype": "dtype"} | dict(zip(_ROTATION
 
 
 def overridden(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json with some fields replaced.
+    """Return `raw`, the content of config.json, with the values in `fields`; nested configurations change in part.
 
     A field with two names, or in two objects, is replaced everywhere.
     """

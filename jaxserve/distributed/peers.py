@@ -275,6 +275,7 @@ class Follower:
         _exit(message)
 
     def _listen(self) -> None:
+        """Put the leader's messages in the queue until it closes; end this process if a process is lost."""
         for kind, content in _messages(self._channel, self._leader_name):
             if kind == _Kind.LOST:
                 if not self._is_closed.is_set():

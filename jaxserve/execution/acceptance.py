@@ -140,7 +140,7 @@ class _SampledTogether(NamedTuple):
         )
 
     def write(self, state: ServeState, rows: Rows, out: StepOutput) -> tuple[ServeState, StepOutput]:
-        """Return state and output with the kept tokens."""
+        """Return the state after the kept tokens, and `out` with these tokens appended per row."""
         sequences, slots, S = state.sequences, state.slots, state.sequences.length.shape[0]
         R, num_levels = self.token_ids.shape
         index = jnp.arange(num_levels)[None]

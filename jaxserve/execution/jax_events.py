@@ -19,10 +19,12 @@ class EventCounter:
         jax.monitoring.register_event_duration_secs_listener(self._on_timed_event)
 
     def _on_event(self, event: str, **kwargs: str | int) -> None:
+        """Count an event that jax has recorded, if it has this counter's name."""
         if event == self._event:
             self._local.count = self.count + 1
 
     def _on_timed_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        """Count an event that jax has recorded with a duration."""
         self._on_event(event)
 
     @property

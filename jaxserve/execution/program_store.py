@@ -82,6 +82,7 @@ class ProgramStore:
         return path is not None and path.exists()
 
     def _path(self, name: str) -> Path | None:
+        """Return the file for the program called `name`; None if nothing is stored."""
         if self._directory is None:
             return None
         return self._directory / f"{hashlib.sha256(f'{self._key} {name}'.encode()).hexdigest()[:40]}.program"
@@ -153,7 +154,7 @@ _warned: set[Path] = set()
 
 
 def _warn_once(directory: Path, message: str) -> None:
-    """Warn once per directory: dozens of programs would repeat it."""
+    """Log a warning, but only once per directory: dozens of programs would repeat it."""
     logger.log(logging.DEBUG if directory in _warned else logging.WARNING, message)
     _warned.add(directory)
 

@@ -279,5 +279,6 @@ def _close_at_exit(runner: Runner) -> None:
 
 
 def _close_all() -> None:
+    """Close all runners of this process."""
     for runner in list(_runners):
         runner.close()

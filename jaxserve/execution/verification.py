@@ -132,7 +132,7 @@ def round_words(wanted: Array, drafted: Array, accepted: Array, sampled: Array) 
     """Pack the numbers of tokens wanted, drafted, accepted and sampled in a round, below 256 each, into one word per
     row.
 
-    `executor.RoundCounts.unpack` reads them.
+    `executor_protocol.RoundCounts.unpack` reads them.
     """
     return wanted << 24 | drafted << 16 | accepted << 8 | sampled
 

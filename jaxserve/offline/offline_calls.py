@@ -127,7 +127,7 @@ def _wait(ended: SimpleQueue[RequestGroup], count: int, use_tqdm: bool | Progres
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """Return the prompts as a list; a single prompt may itself be a list of ids.
+    """Return one prompt, or several in an ordered iterable, as a list of prompts; a list of ids is one prompt.
 
     Raises:
         RequestError: it is neither a prompt nor an ordered iterable, such as a generator or a table column.

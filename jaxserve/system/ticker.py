@@ -29,5 +29,6 @@ class Ticker:
         self._thread.join()
 
     def _run(self) -> None:
+        """Write a line at each interval until the context ends."""
         while not self._ended.wait(self._interval_s):
             print(f"jaxserve: {self._text()}", file=sys.stderr, flush=True)

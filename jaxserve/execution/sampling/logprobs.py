@@ -61,6 +61,7 @@ class LogprobLayout:
 
     @property
     def num_ids(self) -> int:
+        """Number of token ids per position; 0 in a layout with all tokens, which are in id order."""
         return 0 if self.num_top == self.vocab_size else self.num_top
 
     @property

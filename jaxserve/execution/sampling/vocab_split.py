@@ -43,7 +43,7 @@ class VocabSplit:
 
     @property
     def first_id(self) -> Int[Array, ""]:
-        """First token of this device's shard."""
+        """Id of the first token in this device's vocabulary shard."""
         return lax.axis_index(self.axis) * -(-self.vocab_size // self.num_devices)
 
     def sample(
