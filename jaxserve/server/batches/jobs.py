@@ -127,15 +127,7 @@ class Jobs:
         else:
             logger.info("%s of %s resumes: %s", batch_id, owner, _counted(batch))
         service = self._service
-        engine = ServedEngine(
-            service.engine,
-            streams,
-            service.admission.limits,
-            batch_id,
-            owner,
-            lambda: self._check(batch_id),
-            has_key=bool(service.keys),
-        )
+        engine = ServedEngine(service, streams, batch_id, owner, lambda: self._check(batch_id))
         saved_s = 0.0
 
         def on_record(num_records: int, num_errors: int) -> None:

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from jaxserve.api.pooling_params import PoolingParams
     from jaxserve.api.sampling_params import SamplingParams
     from jaxserve.api.token_ids import TokenIds
-    from jaxserve.assembly.engine import Engine
     from jaxserve.core.growing_outputs import RequestGroup
-    from jaxserve.server.rate_limits import RateLimits
+    from jaxserve.server.service import Service
     from jaxserve.server.streams import Streams
     from jaxserve.text.tokenizer import Tokenizer
 
@@ -37,29 +36,17 @@ class ServedEngine:
     Requests beyond the tenant's rate wait, in order.
 
     Args:
-        engine: the server's engine.
-        streams: threads that drive it.
-        limits: rate limits.
+        service: the server's engine and state.
+        streams: threads that drive the engine.
         name: unique prefix for request ids.
-        tenant: tenant that owns the batch.
+        tenant: tenant that owns the batch. Its prefix cache and rate are separate if the server has keys; without keys
+            all clients share both.
         check: function that is called often, and raises an exception to end the batch.
-        has_key: True if the tenant owns a key: its prefix cache and rate are separate; without keys all clients have
-            the same.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        streams: Streams,
-        limits: RateLimits,
-        name: str,
-        tenant: str,
-        check: Callable[[], None],
-        *,
-        has_key: bool,
-    ) -> None:
-        self._has_key, self._limits = has_key, limits
-        self._limited = tenant if has_key else ""
+    def __init__(self, service: Service, streams: Streams, name: str, tenant: str, check: Callable[[], None]) -> None:
+        engine, self._has_key, self._limits = service.engine, bool(service.keys), service.admission.limits
+        self._limited = tenant if self._has_key else ""
         self.config, self.schedule = engine.config, engine.schedule
         self.default_sampling_params = engine.default_sampling_params
         self._engine, self._streams, self._name, self._tenant, self._check = engine, streams, name, tenant, check

@@ -12,7 +12,7 @@ from python_multipart import FormParser, create_form_parser
 from python_multipart.exceptions import FormParserError
 
 from jaxserve.openai.errors import BadRequestError
-from jaxserve.server.http import ClientGoneError
+from jaxserve.server.http import ClientGoneError, header_value
 
 if TYPE_CHECKING:
     from jaxserve.server.http import Headers, Receive
@@ -27,12 +27,10 @@ class Upload:
     """Form with a file, as received.
 
     Attributes:
-        path: path to the file's content.
         filename: name that the client gave it.
         fields: other fields of the form.
     """
 
-    path: Path
     filename: str = ""
     fields: dict[str, str] = field(default_factory=dict)
 
@@ -44,7 +42,7 @@ async def receive_form(
     *,
     max_bytes: int,
     timeout_s: float,
-    hold: Callable[[int], None] = lambda num_bytes: None,
+    hold: Callable[[int], None],
 ) -> Upload:
     """Receive a multipart form, write its part `file` to `path`, and return the form.
 
@@ -61,26 +59,17 @@ async def receive_form(
         BadRequestError: the body is no such form, too large (413) or too slow (408).
         ClientGoneError: the client has gone.
     """
-    upload = Upload(path)
+    upload = Upload()
     files: list[Any] = []
 
     def on_field(field: Any) -> None:
         upload.fields[field.field_name.decode(errors="replace")] = (field.value or b"").decode(errors="replace")
 
-    def on_file(file: Any) -> None:
-        files.append(file)
-
-    types = {name.lower(): value for name, value in headers}
-    config = {
-        "UPLOAD_DIR": str(path.parent),
-        "MAX_MEMORY_FILE_SIZE": 2**16,
-        "MAX_BODY_SIZE": max_bytes + 2 * _MAX_FORM_BYTES,
-    }
+    types = {"Content-Type": header_value(headers, b"content-type")}
+    config = {"UPLOAD_DIR": str(path.parent), "MAX_MEMORY_FILE_SIZE": 2**16}
     try:
-        parser: FormParser = create_form_parser(
-            {"Content-Type": types.get(b"content-type", b"")}, on_field, on_file, config=config
-        )
-        hold(_declared_bytes(types.get(b"content-length", b"")) - _MAX_FORM_BYTES)
+        parser: FormParser = create_form_parser(types, on_field, files.append, config=config)
+        hold(_declared_bytes(header_value(headers, b"content-length")) - _MAX_FORM_BYTES)
         await _feed(parser, receive, max_bytes, timeout_s, hold)
         (file,) = [each for each in files if each.field_name == _FILE.encode()]
     except BadRequestError:
