@@ -55,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unwinding_if_others_wait(args: Namespace) -> contextlib.AbstractContextManager[None]:
-    """Return a context that unwinds on an interrupt in a run with other processes, which are thus notified."""
+    """Return a context in which an interrupt unwinds the stack, so that the run's other processes are notified.
+
+    In a run of one process it does nothing.
+    """
     wait = hasattr(args, "distributed") and is_distributed(args)
     return signals.unwinding() if wait else contextlib.nullcontext()

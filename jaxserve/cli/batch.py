@@ -41,6 +41,7 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
+    """Serve the batch that the flags describe; return 1 if `--strict` and lines have failed, else 0."""
     from jaxserve.openai.batch_files import find_finished, run_batch  # noqa: PLC0415 - fcntl, which not every system has
 
     if args.ray_actors is not None and not args.ray:
@@ -70,7 +71,7 @@ def _run(args: Namespace) -> int:
 
 @contextlib.contextmanager
 def _engine(args: Namespace) -> Iterator[Any]:
-    """Yield an engine in this process, or a fleet on Ray."""
+    """Yield what serves the batch: an `LLM` in this process, or a fleet of engines on Ray."""
     if not args.ray:
         with contextlib.nullcontext() if sys.stderr.isatty() else Ticker(_loading(time.monotonic())):
             llm = load_llm(args)
@@ -84,6 +85,7 @@ def _engine(args: Namespace) -> Iterator[Any]:
 
 
 def _loading(started_s: float) -> Callable[[], str]:
+    """Return a function that returns a line with the seconds for which the model has been loading."""
     return lambda: f"batch: loading the model, for {time.monotonic() - started_s:.0f} s"
 
 

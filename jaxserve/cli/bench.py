@@ -21,6 +21,7 @@ def _add_engine(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
+    """Measure the engine or server that the flags describe; return 0."""
     from jaxserve.tools.bench.command import (  # noqa: PLC0415 - imports jax
         read_job,
         read_server,
@@ -31,8 +32,8 @@ def _run(args: Namespace) -> int:
     job, remote = read_job(args), read_server(args, engine_options(args))
     if remote is not None:
         run_remote_job(*remote, job)
-        return 0
-    run_job(load_driven(args), job)
+    else:
+        run_job(load_driven(args), job)
     return 0
 
 

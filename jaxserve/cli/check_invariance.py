@@ -28,6 +28,7 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
+    """Run the check and print the findings; return 1 if tokens differ, else 0."""
     sizes = Sizes(**config_options(args, "workload"))
     if args.json is not None and not args.json.parent.is_dir():
         raise ConfigError(f"--json must name a file in an existing directory, got {args.json}")

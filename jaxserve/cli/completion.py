@@ -39,20 +39,24 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
+    """Print the script for `args.shell`; return 0."""
     commands: Mapping[str, ArgumentParser] = args.parsers
     print(_fish(commands) if args.shell == "fish" else _bash(commands, is_zsh=args.shell == "zsh"), end="")
     return 0
 
 
 def _flags(parser: ArgumentParser) -> list[argparse.Action]:
+    """Return a parser's flags that help shows."""
     return [a for a in parser._actions if a.option_strings and a.help != argparse.SUPPRESS]
 
 
 def _choices(action: argparse.Action) -> Sequence[str]:
+    """Return the values that an argument may have, if they are a fixed set."""
     return [str(each) for each in action.choices or ()]
 
 
 def _bash(commands: Mapping[str, ArgumentParser], *, is_zsh: bool) -> str:
+    """Return the completion script for bash, or for zsh, given the parser of each command."""
     choices, flags = [], []
     for name, parser in commands.items():
         for action in parser._actions:
@@ -66,6 +70,7 @@ def _bash(commands: Mapping[str, ArgumentParser], *, is_zsh: bool) -> str:
 
 
 def _fish(commands: Mapping[str, ArgumentParser]) -> str:
+    """Return the completion script for fish, given the parser of each command."""
     lines = ["# Completion of jaxserve for fish: jaxserve completion fish | source"]
     for name, parser in commands.items():
         summary = shlex.quote(_first_clause(parser.description or ""))

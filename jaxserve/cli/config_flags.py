@@ -52,15 +52,15 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, config: type, 
 
 
 def config_options(args: argparse.Namespace, title: str) -> dict[str, Any]:
-    """Return the given values of configuration fields."""
+    """Return the values given for the flags that `add_config_flags` added under this title, by field."""
     prefix = f"{title}."
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 class _AddValues(argparse.Action):
-    """Action that accumulates the values of a repeated flag.
+    """argparse action that accumulates the values of a flag that may be repeated.
 
-    `uses` keeps each use, since it may have taken a positional argument, too.
+    The namespace's `uses` keeps each use, since it may also have taken a positional argument.
     """
 
     def __call__(self, _: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
@@ -69,7 +69,7 @@ class _AddValues(argparse.Action):
 
 
 def flag_that_may_hold_path(args: argparse.Namespace) -> str | None:
-    """Return a flag with several values if the last one may be a path; None if there is none."""
+    """Return the first flag that took several values, the last of which may be a path; None if there is none."""
     for name, (*others, last) in getattr(args, "uses", ()):
         if others and (os.path.exists(last) or ("/" in last and "://" not in last)):
             return str(name)
@@ -77,6 +77,7 @@ def flag_that_may_hold_path(args: argparse.Namespace) -> str | None:
 
 
 def flag(name: str) -> str:
+    """Return the command-line flag for a field: `--page-size` for page_size."""
     return "--" + name.replace("_", "-")
 
 
@@ -95,7 +96,7 @@ def help_text(text: str, default: object) -> str:
 
 
 def field_helps(config: type) -> dict[str, str]:
-    """Return each attribute's description in the class docstring."""
+    """Return the description of each attribute in a class's docstring."""
     docs = inspect.cleandoc(config.__doc__ or "")  # a no-op on Python 3.13, which removes the indentation itself
     attributes = re.search(r"Attributes:\n(.*?)(?:\n\n|\Z)", docs, re.DOTALL)
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", attributes[1] if attributes else "", re.MULTILINE)
@@ -119,7 +120,7 @@ def add_vllm_flags(parser: argparse.ArgumentParser, title: str, known: Sequence[
 
 
 def _literal(text: str) -> Any:
-    """Return a JSON literal's value, and other text unchanged."""
+    """Return the value of a text that is JSON; other text unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

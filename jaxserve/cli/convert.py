@@ -12,6 +12,7 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
+    """Convert the checkpoint; return 0."""
     import jax  # noqa: PLC0415 - slows the start of every command
 
     from jaxserve import weights  # noqa: PLC0415 - imports jax

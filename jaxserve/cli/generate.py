@@ -55,6 +55,7 @@ def _add_sampling_flags(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
+    """Print the completion of the prompt while it is generated; return 0."""
     prompt = _read_prompt(args.prompt)
     names = ("max_tokens", *_SAMPLING_FLAGS, *_REPEATED_FLAGS)
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
@@ -76,6 +77,7 @@ def _run(args: Namespace) -> int:
 
 
 def _read_prompt(given: str | None) -> str:
+    """Return the given prompt, or standard input if it is None or "-"; ConfigError if there is no text."""
     if given is not None and given != "-":
         return given
     if given is None and sys.stdin.isatty():
@@ -87,6 +89,7 @@ def _read_prompt(given: str | None) -> str:
 
 
 def _stats(output: "RequestOutput") -> str:
+    """Return a line with a finished request's tokens, rate and latencies."""
     m = output.metrics
     decode = f", {1 / m.tpot_s:.1f} tok/s after the first" if m.tpot_s else ""
     times = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in (("TTFT", m.ttft_s), ("TPOT", m.tpot_s)) if seconds]

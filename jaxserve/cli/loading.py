@@ -42,7 +42,10 @@ def load_driven(args: Namespace) -> "DrivenEngine":
 
 
 def require_model(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a model or tokenizer path does not exist. Reading them would import jax first."""
+    """Raise ConfigError if the model or tokenizer in engine options is a path that does not exist.
+
+    This comes early, since to read them imports jax.
+    """
     for name in ("model", "tokenizer"):
         path = options.get(name)
         if path is not None and not os.path.exists(path):

@@ -11,6 +11,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def add_log_level(parser: ArgumentParser, default: str | None = None) -> None:
+    """Add `--log-level`; without a default, warnings are logged without times."""
     shown = "warning, without times" if default is None else default
     text = f"minimum log level; the log goes to stderr (default: {shown})"
     parser.add_argument("--log-level", type=str.lower, choices=_LEVELS, default=default, help=text)
@@ -18,7 +19,7 @@ def add_log_level(parser: ArgumentParser, default: str | None = None) -> None:
 
 @contextlib.contextmanager
 def log_at_level(args: Namespace) -> Iterator[None]:
-    """Write log messages from `--log-level` on to stderr if the command has this flag and it was given."""
+    """Write jaxserve's log to stderr within the context, if `--log-level` is given or has a default."""
     level = getattr(args, "log_level", None)
     if level is None:
         yield

@@ -16,6 +16,7 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
+    """Print the plan or the sweep; return 1 if no target of a sweep could be planned, else 0."""
     use_compilers(find_compilers(args.compilers))
     from jaxserve.tools.planner.command import run_plan  # noqa: PLC0415 - imports jax
 

@@ -17,6 +17,7 @@ _FLAGS = {  # arguments of distributed.initialize, in its order
 
 
 def add_process_flags(parser: ArgumentParser) -> None:
+    """Add the flags for a run over many processes."""
     text = "run the same command in every process; the first one does the work, on all processes' devices"
     group = parser.add_argument_group("many processes", text)
     text = "take the following values, unless they are given, from SLURM, Open MPI or the TPU pod"
@@ -26,6 +27,7 @@ def add_process_flags(parser: ArgumentParser) -> None:
 
 
 def is_distributed(args: Namespace) -> bool:
+    """Return whether the flags ask for a run over many processes."""
     return args.distributed or any(getattr(args, name) is not None for name in _FLAGS)
 
 

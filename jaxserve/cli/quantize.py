@@ -20,6 +20,7 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
+    """Quantise the checkpoint and print a summary to stderr; return 0."""
     options = QuantizeOptions(args.scheme, **config_options(args, _GROUP))
     from jaxserve.models.registry import config_errors  # noqa: PLC0415 - imports jax
     from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint  # noqa: PLC0415 - imports jax

@@ -36,6 +36,7 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
+    """Serve until a signal comes; return 0."""
     if None not in (args.model, args.model_flag) and args.model != args.model_flag:
         raise ConfigError(f"--model must be MODEL, {args.model}, or be left out, got {args.model_flag}")
     model = args.model_flag if args.model is None else args.model
