@@ -3,8 +3,8 @@
 import json
 import logging
 import sysconfig
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +37,7 @@ def calibration_sequences(
     """
     wanted = num_sequences * sequence_len
     documents = _standard_library() if file is None else _documents(Path(file))
-    ids = np.fromiter(_take(_token_ids(documents, model), wanted), np.int64)
+    ids = np.fromiter(islice(chain.from_iterable(_token_ids(documents, model)), wanted), np.int64)
     if not len(ids):
         raise ConfigError(f"calibration needs at least one token, got none in {file}; {_ADVICE}")
     if ids.min() < 0 or ids.max() >= vocab_size:
@@ -47,16 +47,6 @@ def calibration_sequences(
     sequence_len = min(sequence_len, len(ids))
     whole = len(ids) // sequence_len * sequence_len
     return ids[:whole].astype(np.int32).reshape(-1, sequence_len)
-
-
-def _take(ids: Iterable[list[int]], wanted: int) -> Iterator[int]:
-    """Yield the first `wanted` token ids of documents; later documents are not read."""
-    left = wanted
-    for document in ids:
-        yield from document[:left]
-        left -= len(document)
-        if left <= 0:
-            return
 
 
 def _token_ids(documents: Iterator[Document], model: Path) -> Iterator[list[int]]:
