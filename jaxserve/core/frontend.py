@@ -46,7 +46,7 @@ class Frontend:
         send: Callable[[Event], None],
         outbox: deque[Delta | BaseException],
         stats: EngineStats,
-        pooler: Pooler | None = None,
+        pooler: Pooler | None,
     ) -> None:
         self._send, self._outbox, self._stats, self._pooler = send, outbox, stats, pooler
         self._groups: dict[str, RequestGroup] = {}

@@ -85,7 +85,7 @@ class RequestGroup:
         return _Completion(request, output, detokenizer, logprobs)
 
     def _begin_prompt_logprobs(self) -> None:
-        """Let the output have prompt log probabilities if requested: so far only None, for the first token."""
+        """Begin the output's prompt log probabilities, if requested, with None for the first token."""
         self._prompt_logprobs: LogprobList[dict[int, Logprob] | None] | None = None
         if self.params.prompt_logprobs is not None:
             self._prompt_logprobs = LogprobList(self._texts, first=self.output.prompt_token_ids[:1], entries=[None])
@@ -194,7 +194,7 @@ class RequestGroup:
     ) -> tuple[int, str | None]:
         """Append the text of new tokens, up to a stop string; return the number of tokens used, and that string.
 
-        An id that stopped the output, as `reason` tells, adds no text unless stops are included.
+        If `reason` is a stop, the last id adds no text, unless stops are included.
         """
         if self._tokenizer is None:
             return len(token_ids), None

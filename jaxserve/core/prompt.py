@@ -73,7 +73,7 @@ def check_bound(text: str, tokenizer: Tokenizer, schedule: ScheduleConfig, advic
 
 
 def prompt_too_long(
-    schedule: ScheduleConfig, num_tokens: int, *, is_bound: bool = False, advice: str = ""
+    schedule: ScheduleConfig, num_tokens: int, *, is_bound: bool = False, advice: str
 ) -> PromptTooLongError:
     """Return the error for a prompt that is too long, in words by which clients recognise it.
 

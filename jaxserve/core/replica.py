@@ -222,7 +222,7 @@ class Replica:
         return ended
 
     def drop_in_flight(self) -> None:
-        """Forget steps whose requests have all ended, since nobody waits for their tokens or timings."""
+        """Forget the steps in flight, whose requests have all ended, without waiting for their results."""
         while self.in_flight:
             step = self.in_flight[0]
             self.step_stats.ended(step, np.array(step.plan.max_new), step.handle.launched_s)

@@ -57,7 +57,7 @@ class RequestReader:
         *,
         eos_ids: frozenset[int],
         check_fits: Callable[[Request], None],
-        is_lock_step: bool = False,
+        is_lock_step: bool,
     ) -> None:
         self._config, self._schedule, self._tokenizer, self._arch = config, schedule, tokenizer, arch
         self.eos_ids, self._check_fits, self._pooler = eos_ids, check_fits, arch.pooler

@@ -88,7 +88,7 @@ class StepChooser:
         return not plan.num_prefill_tokens and self._pacer.launched(max(plan.num_drafts, default=0), plan.num_steps)
 
     def ended(self, step: InFlight, result: StepResult) -> None:
-        """Learn the duration and accepted drafts of a step that has ended."""
+        """Pass the duration and accepted drafts of a step that has ended to the pacer, which learns from them."""
         plan, rounds, num_tokens = step.plan, result.rounds, result.num_tokens[: step.plan.num_rows]
         program = self._program(plan.num_rows, plan.num_even_rows, has_drafts=bool(plan.num_drafts) or self.may_draft)
         if self._max_drafts and plan.admitted:

@@ -35,7 +35,7 @@ def preempt_lower_classes(ledger: Ledger, policy: Policy, plan: StepPlan) -> Non
     num_rows = len(running) - sum(map(in_prefill, running.values()))
     budget_left = max(ledger.max_num_batched_tokens - num_rows, policy.reserved_prefill_tokens)
     num_starts = num_pages = 0
-    rows: _Rows | None = None  # running rows, counted for the current class
+    capacity: _ClassCapacity | None = None  # for the current class
     ledger.waiting.settle()
     with closing(ledger.waiting.in_order()) as order:
         for request in order:
@@ -43,20 +43,20 @@ def preempt_lower_classes(ledger: Ledger, policy: Policy, plan: StepPlan) -> Non
                 return
             if request.status is RequestStatus.LOADING:
                 continue
-            if rows is None or rows.priority != request.priority:
-                rows = _Rows(request.priority, ledger, policy)
-            max_left = budget_left - rows.num_prompt_tokens
-            if max_left <= 0 or rows.has_to_wait(request, max_left):
+            if capacity is None or capacity.priority != request.priority:
+                capacity = _ClassCapacity(request.priority, ledger, policy)
+            max_left = budget_left - capacity.num_prompt_tokens
+            if max_left <= 0 or capacity.has_to_wait(request, max_left):
                 return
             num_starts += 1
             num_pages += ledger.num_pages_taken(request) + ledger.groups.size  # plus a block to grow
-            if not rows.preempt_for(num_starts, num_pages, plan):
+            if not capacity.preempt_for(num_starts, num_pages, plan):
                 return
             budget_left -= policy.first_chunk(request.num_tokens, max_left)
 
 
-class _Rows:
-    """Slots and pages that waiting requests in one class can take from running rows in lower classes.
+class _ClassCapacity:
+    """Slots and pages that waiting requests in one class can get, free ones and those of rows in lower classes.
 
     All rows are counted once per class; each preemption then updates the counts.
 
@@ -88,8 +88,13 @@ class _Rows:
         return request.num_tokens > self._policy.max_left_to_start(budget_left, self._num_unfinished, self._num_long)
 
     def preempt_for(self, num_starts: int, num_pages: int, plan: StepPlan) -> bool:
-        """Preempt lower classes until enough slots and pages are free; return False, without a change, if that cannot
-        succeed.
+        """Preempt lower classes until enough slots and pages are free; return False, without a change, if there are too
+        few.
+
+        Args:
+            num_starts: number of requests to start, each in a slot.
+            num_pages: pages that they need.
+            plan: new plan without rows.
         """
         ledger = self._ledger
         if len(ledger.free_slots) + self._num_lower < num_starts or self._num_free + self._num_freed < num_pages:

@@ -19,14 +19,14 @@ class Decodes:
         num_spare_tokens: number of tokens that a row with drafts may compute and discard, beyond the sampled ones.
     """
 
-    def __init__(self, ledger: Ledger, policy: Policy, num_spare_tokens: int = 0) -> None:
+    def __init__(self, ledger: Ledger, policy: Policy, num_spare_tokens: int) -> None:
         self._ledger, self._policy, self._num_spare_tokens = ledger, policy, num_spare_tokens
         self._num_slots = len(ledger.free_slots)
         # maximum decoding rows while prompts wait
         self._decode_limit = ledger.max_num_batched_tokens - policy.reserved_prefill_tokens
         self._next_held_slot = 0  # slot from which rows are held back next
 
-    def feasible_steps(self, limit: int, num_drafts: Sequence[int] = (), *, has_queue: bool = False) -> int:
+    def feasible_steps(self, limit: int, num_drafts: Sequence[int], *, has_queue: bool) -> int:
         """Return the number of decode steps that the free pages allow in one plan; 0 unless all rows are decoding.
 
         While requests wait, the first row that ends limits the steps, because a request could take its slot; if a
@@ -46,7 +46,7 @@ class Decodes:
             num_steps //= 2
         return num_steps
 
-    def steps_left(self, num_drafts: Sequence[int] = ()) -> int:
+    def steps_left(self, num_drafts: Sequence[int]) -> int:
         """Return the number of steps, with drafts the minimum number, until the last row ends; 0 without rows.
 
         Args:
@@ -75,7 +75,7 @@ class Decodes:
         decoding.sort(key=lambda request: (request.slot - self._next_held_slot) % self._num_slots)
         return decoding[: max(len(decoding) - self._decode_limit, 0)]
 
-    def schedule(self, plan: StepPlan, held_back: list[Request], num_drafts: Sequence[int] = ()) -> list[Request]:
+    def schedule(self, plan: StepPlan, held_back: list[Request], num_drafts: Sequence[int]) -> list[Request]:
         """Add the decoding rows to a plan; return the running rows in prefill, by class and admission.
 
         Rows that lack pages preempt the last rows, perhaps returned ones.

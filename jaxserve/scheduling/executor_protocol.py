@@ -37,7 +37,7 @@ class RoundCounts(NamedTuple):
 
     @classmethod
     def unpack(cls, words: NDArray[np.int32]) -> RoundCounts:
-        """Unpack one word per row and round, packed by `verification.round_words`."""
+        """Return the counts in `words`: one word per row and round, packed by `verification.round_words`."""
         return cls(words >> 24, words >> 16 & 0xFF, words >> 8 & 0xFF, words & 0xFF)
 
 
@@ -77,7 +77,7 @@ class StepHandle(Protocol):
         """Return whether `result` would return immediately."""
 
     def result(self) -> StepResult:
-        """Wait for the step. Raises any device error; may be called again after an interrupt."""
+        """Wait for the step; return its result or raise its device error. May be called again after an interrupt."""
 
 
 @runtime_checkable
@@ -92,29 +92,34 @@ class Executor(Protocol):
     costs: Costs
 
     def fit(self, step: StepShape) -> StepShape | None:
-        """Return the cheapest program that can run a step of this shape now; None if there is none.
+        """Return the cheapest available program that can run a step of shape `step`; None if there is none.
 
         Every unsplit, single-round step without drafts has one.
         """
 
     def launch(self, plan: StepPlan, program: StepShape) -> StepHandle:
-        """Start the step that `plan` describes, after its program is compiled; RuntimeError if that failed for good.
+        """Start a plan's step, once its program is compiled; RuntimeError if that failed for good.
 
         Call it once per plan, before the next call into the scheduler. For a split plan it starts only the model;
         `sample` must follow before the next launch, unless the step is dropped.
+
+        Args:
+            plan: the plan.
+            program: program returned by `fit` for the plan's shape.
         """
 
     def sample(self, step: Any) -> int:
-        """Start the sampling of a split plan with the current constraints of its rows.
+        """Start the sampling of a split plan's step with the current constraints of its rows.
 
-        Returns the number of programs compiled for it, which should be 0.
+        Args:
+            step: handle returned by `launch`.
+
+        Returns:
+            Number of programs compiled for it, which should be 0.
         """
 
     def restore_state(self) -> bool:
-        """Wait for the device, and create an empty state if a failed step lost it.
-
-        Returns whether it was lost.
-        """
+        """Wait for the device, create an empty state if a failed step lost it, and return whether it was lost."""
 
     def close(self) -> None:
         """Wait for the steps in flight, failed or not, and free the device memory."""
