@@ -58,7 +58,8 @@ class _Tenant:
     def charge(self, request: Request) -> int:
         """Add a running request's uncharged output tokens to the counter; return their number.
 
-        It is negative if the request has fewer tokens than were charged, because the device did not compute them.
+        It is negative if the request has fewer tokens than were charged, because the device did not compute them. The
+        tenant's heap entry must then be pushed again, since it would reach the top too late.
         """
         num_new = request.num_tokens - self.charged[request]
         if num_new:
@@ -328,7 +329,8 @@ class WaitingQueue:
         """Charge a stopped request's remaining tokens to its tenant."""
         group = self._classes[request.priority]
         tenant = group.tenants[request.tenant]
-        self._charge(request, tenant)
+        if tenant.charge(request) < 0 and tenant.queue:
+            group.push(tenant)
         del tenant.charged[request]
         self._leave(request, group, tenant)
 
@@ -355,12 +357,9 @@ class WaitingQueue:
         for request in self._running.values():
             group = classes[request.priority]
             if group.num_queued > 1:
-                self._charge(request, group.tenants[request.tenant])
-
-    def _charge(self, request: Request, tenant: _Tenant) -> None:
-        """Charge a running request's output to its tenant, and correct the tenant's heap entry if that gave credit."""
-        if tenant.charge(request) < 0 and tenant.queue:  # its entry would reach the top too late
-            self._classes[request.priority].push(tenant)
+                tenant = group.tenants[request.tenant]
+                if tenant.charge(request) < 0 and tenant.queue:
+                    group.push(tenant)
 
     def check_integrity(self) -> None:
         """Assert that counts and heaps match the requests."""
