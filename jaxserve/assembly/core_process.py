@@ -21,26 +21,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import jax
 
 from jaxserve.assembly.host import CoreHost
+from jaxserve.core import process_messages
 from jaxserve.core.core_thread import LOOK_S, CoreThread
 from jaxserve.core.deltas import Delta, Ended
 from jaxserve.core.events import Cancelled, Event, Submitted
 from jaxserve.core.grammars import Grammars
-from jaxserve.core.process_messages import (
-    Constrained,
-    Failed,
-    FromCore,
-    Logged,
-    Reply,
-    Start,
-    Started,
-    decode,
-    pack_delta,
-    portable_error,
-    receive,
-    send_message,
-    stats_values,
-    step_values,
-)
+from jaxserve.core.process_messages import Constrained, Failed, FromCore, Logged, Reply, Start, Started
 from jaxserve.core.status import CoreStatus
 from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.text.loading import load_tokenizer
@@ -93,12 +79,12 @@ class CoreProcess:
 
     def _serve(self) -> NoReturn:
         """Start the core, and take the client's messages until the pipe ends, which raises EOFError or OSError."""
-        start: Start = receive(self._connection)
+        start: Start = process_messages.receive(self._connection)
         logging.getLogger().addHandler(_Sender(self))
         logging.getLogger("jaxserve").setLevel(start.log_level)
         threading.Thread(target=self._start, args=(start,), name="jaxserve start", daemon=True).start()
         while True:
-            events, self._num_delivered, call = receive(self._connection)
+            events, self._num_delivered, call = process_messages.receive(self._connection)
             for keys, data in events:
                 self._take(keys, data)
             if events:
@@ -112,7 +98,7 @@ class CoreProcess:
         try:
             host = self._new_host(start)
         except BaseException as error:
-            self.send(Failed(portable_error(error)))
+            self.send(Failed(process_messages.portable_error(error)))
             return
         gc.collect()
         gc.freeze()  # a full collection would scan all of it and pause the steps
@@ -145,7 +131,7 @@ class CoreProcess:
             data: encoded event.
         """
         try:
-            event: Event | Constrained = decode(data)
+            event: Event | Constrained = process_messages.decode(data)
         except Exception as error:  # no log: the pipe may be full both ways, and this thread must keep reading
             self._abort(keys, error)
             event = Submitted([])  # it still counts as an event
@@ -192,11 +178,11 @@ class CoreProcess:
         value: Any = None
         error: BaseException | None = None
         try:
-            name, args = decode(data)
+            name, args = process_messages.decode(data)
             method = self._estimate if name == "estimate" else getattr(self._host, name)
             value = method(*args) if name in _FROM_ANY_THREAD else self._between_steps(method, args)
         except BaseException as raised:
-            error = portable_error(raised)
+            error = process_messages.portable_error(raised)
         self._flush(Reply(number, value, error))
 
     def _between_steps(self, method: Any, args: tuple[Any, ...]) -> Any:
@@ -223,12 +209,13 @@ class CoreProcess:
         with self._sending:
             status = self._status()  # first: if it reports no work, all deltas are already in the outbox
             outbox, steps = self._host.outbox, self._host.core.last_steps
-            deltas = [pack_delta(outbox.popleft()) for _ in range(len(outbox))]
+            deltas = [process_messages.pack_delta(outbox.popleft()) for _ in range(len(outbox))]
             self._num_sent += len(deltas)
             sent, count = self._sent_steps
             new = steps[count if sent is steps else 0 :]
             self._sent_steps = steps, len(steps)
-            self._post(FromCore(deltas, status, stats_values(self._host.stats), list(map(step_values, new)), reply))
+            values = process_messages.stats_values(self._host.stats), list(map(process_messages.step_values, new))
+            self._post(FromCore(deltas, status, *values, reply))
 
     def _status(self) -> CoreStatus:
         """Return the state of the core that the client can read at any time."""
@@ -251,7 +238,7 @@ class CoreProcess:
     def _post(self, message: object) -> None:
         """Write a message to the pipe; the caller holds its lock. Ends this process if the client is gone."""
         try:
-            send_message(self._connection, message)
+            process_messages.send(self._connection, message)
         except OSError:  # the client is gone
             self._leave()
 

@@ -31,6 +31,9 @@ class CoreThread:
         notify: called on the thread after each step, and when it ends; None to wake `wait`.
         num_untaken: returns how many deltas their reader has not taken yet; steps pause if it exceeds MAX_DELTAS. None
             counts the core's outbox.
+
+    Attributes:
+        is_running: True from `start` until the thread ends.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class CoreThread:
         self._notify = notify or partial(self._news.put, None)
         self._num_untaken = num_untaken or (lambda: len(core.outbox))
         self._lock = threading.Lock()  # guards the two flags below
-        self._is_running = self._is_paused = False
+        self.is_running = self._is_paused = False
 
     def start(self) -> None:
         """Start the thread, unless it runs, is paused or has no work.
@@ -55,13 +58,13 @@ class CoreThread:
             RuntimeError: the system has no more threads.
         """
         with self._lock:
-            if self._is_running or self._is_paused or not self._core.has_work():
+            if self.is_running or self._is_paused or not self._core.has_work():
                 return
-            self._is_running = True
+            self.is_running = True
         try:
             threading.Thread(target=self._run, name="jaxserve core", daemon=True).start()
         except BaseException:
-            self._is_running = False
+            self.is_running = False
             raise
 
     def wait(self, timeout_s: float | None) -> None:
@@ -71,10 +74,6 @@ class CoreThread:
 
     def has_work(self) -> bool:
         return self._core.has_work()
-
-    @property
-    def is_running(self) -> bool:
-        return self._is_running
 
     def pause(self) -> None:
         """Make the thread end after the current step, until `resume`."""
@@ -103,7 +102,7 @@ class CoreThread:
                 self._recover(error)
             with self._lock:
                 runs = core.has_work() and not self._is_paused
-                self._is_running = runs
+                self.is_running = runs
             self._notify()
 
     def _recover(self, error: BaseException) -> None:

@@ -23,26 +23,11 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.api.metrics import EngineStats, Occupancy, StepStats
+from jaxserve.core import process_messages
 from jaxserve.core.core_thread import MAX_DELTAS
 from jaxserve.core.deltas import Delta
 from jaxserve.core.events import Event, Submitted
-from jaxserve.core.process_messages import (
-    Failed,
-    FromCore,
-    HostCall,
-    Logged,
-    Reply,
-    SentEvent,
-    Start,
-    Started,
-    ToCore,
-    encode,
-    encode_event,
-    receive,
-    send_message,
-    set_stats,
-    unpack_delta,
-)
+from jaxserve.core.process_messages import Failed, FromCore, HostCall, Logged, Reply, SentEvent, Start, Started, ToCore
 from jaxserve.core.status import CoreStatus, MemoryState
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.system.environment import child_variables
@@ -97,7 +82,7 @@ class Link:
         start.
         """
         try:
-            data = encode(start)
+            data = process_messages.encode(start)
         except RequestError as error:
             raise ConfigError(f"engine_process must be False with these options: {error}") from error
         self._connection, theirs = multiprocessing.Pipe()
@@ -149,7 +134,7 @@ class Link:
         num_tokens = 0
         if isinstance(event, Submitted):
             num_tokens = sum(request.num_prompt_tokens for request in event.requests)
-        self._events.append((num_tokens, encode_event(event)))
+        self._events.append((num_tokens, process_messages.encode_event(event)))
         self._wake()
         if self.error is not None and isinstance(event, Submitted):  # nothing else reports the end of the process
             self.outbox.append(self.error)
@@ -163,7 +148,7 @@ class Link:
 
     def ask(self, name: str, *args: Any) -> SimpleQueue[Reply]:
         """Start a call of a host method; return the queue that gets its reply. RequestError if it cannot be sent."""
-        data = encode(HostCall(name, args))
+        data = process_messages.encode(HostCall(name, args))
         number, reply = next(self._numbers), SimpleQueue[Reply]()
         self._replies[number] = reply
         self._calls.append((number, data))
@@ -237,7 +222,7 @@ class Link:
                         self._wake_receiver.recv(4096)
                         self._send()
                     else:
-                        self._take(receive(self._connection))
+                        self._take(process_messages.receive(self._connection))
         except (EOFError, OSError):
             pass
         except BaseException as error:
@@ -261,7 +246,7 @@ class Link:
         number, call = self._calls.popleft() if self._calls else (None, b"")
         if events or number is not None or num_delivered - self._num_acknowledged >= MAX_DELTAS // 2:
             self._num_acknowledged = num_delivered
-            send_message(self._connection, ToCore(events, num_delivered, number))
+            process_messages.send(self._connection, ToCore(events, num_delivered, number))
             if number is not None:
                 self._connection.send_bytes(call)
         if self._calls:
@@ -271,9 +256,9 @@ class Link:
         """Handle a message from the core's process."""
         match message:
             case FromCore(deltas, status, stats, steps, reply):
-                set_stats(self.stats, stats)
+                process_messages.set_stats(self.stats, stats)
                 self.steps.extend(StepStats(*step) for step in steps)
-                self.outbox.extend(map(unpack_delta, deltas))
+                self.outbox.extend(map(process_messages.unpack_delta, deltas))
                 self._num_received += len(deltas)
                 num_taken = status.num_taken - self.status.num_taken
                 self.status = status  # first: until then, `has_work` counts the untaken events

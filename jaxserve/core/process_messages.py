@@ -144,7 +144,7 @@ class Logged(NamedTuple):
     record: dict[str, Any]
 
 
-def send_message(connection: Connection, message: object) -> None:
+def send(connection: Connection, message: object) -> None:
     """Send a message; OSError if the other side is gone."""
     connection.send_bytes(encode(message))
 
