@@ -84,6 +84,7 @@ def split_docstring(documented: Any) -> tuple[str, Sections]:
 
 
 def _describe(cls: type) -> Iterator[str]:
+    """Yield the Markdown lines for a class: text, fields and public methods."""
     text, sections = split_docstring(cls)
     yield from (f"## {cls.__name__}", "", *_import_line(cls), text, "")
     if dataclasses.is_dataclass(cls):
@@ -100,6 +101,7 @@ def _describe(cls: type) -> Iterator[str]:
 
 
 def _describe_function(function: types.FunctionType) -> Iterator[str]:
+    """Yield the Markdown lines for a function."""
     text, sections = split_docstring(function)
     (node,) = ast.parse(inspect.getsource(function)).body
     assert isinstance(node, ast.FunctionDef)
@@ -116,10 +118,12 @@ def _import_line(documented: Any) -> Iterator[str]:
 
 
 def _fenced(signature: str) -> Iterator[str]:
+    """Yield a signature as a fenced block."""
     yield from ("```", textwrap.fill(signature, 110, subsequent_indent="    ", break_long_words=False), "```", "")
 
 
 def _describe_method(cls: type, node: ast.FunctionDef) -> Iterator[str]:
+    """Yield the Markdown lines for a method or property."""
     text, sections = split_docstring(inspect.getattr_static(cls, node.name))
     returned = ast.unparse(node.returns) if node.returns is not None else "None"
     is_property = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
@@ -130,6 +134,7 @@ def _describe_method(cls: type, node: ast.FunctionDef) -> Iterator[str]:
 
 
 def _public_methods(cls: type) -> Iterator[ast.FunctionDef]:
+    """Yield the definitions of the methods that the reference lists."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     for node in tree.body:
@@ -138,12 +143,14 @@ def _public_methods(cls: type) -> Iterator[ast.FunctionDef]:
 
 
 def _lists(sections: Sections) -> Iterator[str]:
+    """Yield the sections after the text, such as Args and Raises, as Markdown lists."""
     for title, entries in sections.items():
         if title != "Attributes":
             yield from (f"{title}:", "", *(f"- `{name}`: {meaning}" for name, meaning in entries.items()), "")
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
+    """Return a field's default as Markdown; "" if it has none."""
     if field.default_factory is not dataclasses.MISSING:
         return f"`{field.default_factory()!r}`" if field.default_factory in (list, dict) else ""
     return "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"

@@ -117,10 +117,12 @@ def _parse() -> argparse.Namespace:
 
 
 def _path(text: str) -> Path:
+    """Return the absolute path for an argument."""
     return Path(text).expanduser().absolute()
 
 
 def _python(text: str) -> tuple[str, str]:
+    """Parse the argument PACKAGE=PATH: an engine's package and the interpreter that has it."""
     package, _, path = text.partition("=")
     if package not in {spec.package for spec in ENGINES.values()} or not _path(path).is_file():
         raise argparse.ArgumentTypeError(f"must be PACKAGE=PATH, an engine's package and an interpreter, got {text!r}")
@@ -128,6 +130,7 @@ def _python(text: str) -> tuple[str, str]:
 
 
 def _option(text: str) -> tuple[str, str, Any]:
+    """Parse the argument ENGINE.OPTION=JSON."""
     name, _, value = text.partition("=")
     engine, _, option = name.rpartition(".")
     try:
@@ -156,6 +159,7 @@ def _start_all(args: argparse.Namespace, stack: ExitStack) -> dict[str, Worker]:
 
 
 def _by_engine(options: Sequence[tuple[str, str, Any]]) -> Mapping[str, dict[str, Any]]:
+    """Return options as a dict per engine."""
     grouped: dict[str, dict[str, Any]] = defaultdict(dict)
     for engine, option, value in options:
         grouped[engine][option] = value
@@ -163,6 +167,7 @@ def _by_engine(options: Sequence[tuple[str, str, Any]]) -> Mapping[str, dict[str
 
 
 def _machine() -> Record:
+    """Return this machine's processor, number of cores and Python version."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
@@ -170,6 +175,7 @@ def _machine() -> Record:
 
 
 def _table(summary: Sequence[Record]) -> str:
+    """Return the results as a Markdown table."""
     lines = ["| " + " | ".join(_COLUMNS) + " |", "| --- " * len(_COLUMNS) + "|"]
     for row in summary:
         cells = [

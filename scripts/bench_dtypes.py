@@ -59,6 +59,7 @@ SERVES_VLLM = "BENCH_DTYPES_SERVES_VLLM"
 
 
 def write_checkpoint(directory: Path, shape: str, dtype: str) -> None:
+    """Write a checkpoint with random weights in one of SHAPES."""
     import jax.numpy as jnp  # noqa: PLC0415 - only the process that writes
 
     from jaxserve import weights  # noqa: PLC0415

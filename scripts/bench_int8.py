@@ -24,6 +24,7 @@ NUM_PROMPT_TOKENS = 8
 
 
 def start(model: Path, rows: int, quantization: str | None) -> DrivenEngine:
+    """Return an engine for decode steps with this number of rows."""
     sizes = {"max_num_seqs": rows, "max_num_batched_tokens": rows, "max_model_len": 512, "multi_step": 1}
     return DrivenEngine(
         EngineConfig(str(model), skip_tokenizer_init=True, quantization=quantization, compile_ahead="minimal", **sizes)
@@ -48,6 +49,7 @@ def decode_times(engine: DrivenEngine, rows: int, num_steps: int) -> list[float]
 
 
 def compare(model: Path, rows: int, rounds: int, num_steps: int) -> dict[str, float]:
+    """Measure decode steps with both weight formats in turns; return medians and ratios."""
     engines = {q or "float32": start(model, rows, q) for q in (None, "int8")}
     times: dict[str, list[list[float]]] = {name: [] for name in engines}
     for _ in range(rounds):

@@ -165,6 +165,7 @@ def num_products(num_bytes: int, num_tokens: int) -> int:
 
 
 def packed(weight: np.ndarray, dtype: str) -> PackedMatrix:
+    """Return a weight matrix as the native kernels read it, quantised or converted to `dtype`."""
     if dtype in ("int8", "int4"):
         groups = weight.reshape(len(weight), -1, GROUP_SIZE)
         scales = np.abs(groups).max(axis=-1) / {"int8": 127, "int4": 7}[dtype]
@@ -196,6 +197,7 @@ def warm_up(run: Callable[[], Any]) -> None:
 
 
 def num_repeats(run: Callable[[], Any], clock: Callable[[], float]) -> int:
+    """Return how often to call `run` for MIN_SECONDS of measurement."""
     run()
     began = clock()
     run()

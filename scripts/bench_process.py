@@ -33,10 +33,12 @@ Round = tuple[float, float, float]  # tokens per second, milliseconds per step, 
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    """Complete all prompts in one call."""
     return llm.generate(prompts, params, use_tqdm=False)
 
 
 def stream(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    """Complete each prompt by a stream in its own thread."""
     params = params.clone({"logprobs": 20})
 
     def read(prompt: list[int]) -> RequestOutput:
@@ -50,6 +52,7 @@ def stream(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[R
 
 
 def spin(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    """Complete all prompts in one call while another thread keeps Python busy."""
     ends = threading.Event()
 
     def compute() -> None:

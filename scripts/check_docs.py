@@ -104,6 +104,7 @@ def broken_links(path: Path, root: Path = ROOT) -> Iterator[str]:
 
 
 def _find(root: Path, name: str) -> Iterator[Path]:
+    """Yield the paths called `name` below any of FOLDERS in `root`."""
     for folder in FOLDERS:
         yield from (root / folder).rglob(name)
 
@@ -122,6 +123,7 @@ def anchors(text: str) -> set[str]:
 
 
 def _without_blocks(text: str) -> str:
+    """Return Markdown without its fenced blocks."""
     return re.sub(r"^ *```.*?^ *```\s*$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -159,6 +161,7 @@ def one_script(blocks: Sequence[Block]) -> str:
 
 
 def _run(command: Sequence[str], where: str, folder: Path) -> list[str]:
+    """Run a command; return a message if it fails."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     started = time.monotonic()
     try:

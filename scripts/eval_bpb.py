@@ -75,11 +75,13 @@ def score(
 
 @partial(jax.jit, static_argnames=("arch", "kv_dtype"))
 def _score_batch(params: Params, tokens: Array, *, arch: ArchConfig, kv_dtype: str | None) -> tuple[Array, Array]:
+    """Return the cost of each token in nats, and the most likely id at its position."""
     out = logits(params, arch, tokens[:, :-1], kv_dtype)
     return token_nats(out, tokens[:, 1:]), out.argmax(-1).astype(jnp.int32)
 
 
 def bits_per_byte(scores: Scores, documents: Sequence[bytes]) -> float:
+    """Return the scores' total cost in bits, per byte of the documents."""
     return float(scores.nats.sum(dtype=np.float64)) / math.log(2) / sum(map(len, documents))
 
 

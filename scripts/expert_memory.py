@@ -29,10 +29,12 @@ POOL_TOKENS = 20_000
 
 
 def first_layers(arch: ArchConfig, count: int) -> ArchConfig:
+    """Return sizes of a model with only the first `count` layers."""
     return dataclasses.replace(arch, layers=arch.layers[:count])
 
 
 def measure(model: str, target_name: str, num_tokens: int, product: str) -> dict[str, float]:
+    """Compile a step for a chip with one backend for grouped matmuls; return temporaries and bytes accessed, in GB."""
     target = parse_target(target_name)
     assert target.sheet is not None, "a chip has a data sheet"
     arch, backend = first_layers(read_model(model)[1], LAYERS[target_name]), f"mosaic_{target.platform}"

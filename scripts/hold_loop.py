@@ -105,6 +105,7 @@ class Stream:
             connection.close()
 
     def end(self) -> None:
+        """Stop streaming."""
         self.is_over = True
         self._thread.join()
 

@@ -178,14 +178,17 @@ def _random_times(rate: float, seconds: float) -> list[float]:
 
 
 def _rate(figures: dict[str, Any]) -> float:
+    """Return the accepted requests per second of a phase."""
     return figures["accepted"] / figures["seconds"]
 
 
 def _percentile(values: list[float], share: int) -> float | None:
+    """Return a percentile of sorted seconds, in milliseconds."""
     return round(values[min(int(len(values) * share / 100), len(values) - 1)] * 1e3, 1) if values else None
 
 
 def _median_ms(values: list[float]) -> float | None:
+    """Return the median of seconds, in milliseconds."""
     return round(statistics.median(values) * 1e3, 1) if values else None
 
 

@@ -46,6 +46,7 @@ def annotate(owner: Any, method: str, label: str) -> None:
 
 
 def annotate_engine(engine: DrivenEngine) -> None:
+    """Make the host functions of each step appear in the trace."""
     annotate(engine, "step", "host:step")
     annotate(engine.replicas[0].scheduler, "schedule", "host:schedule")
     annotate(engine.replicas[0].executor.packer, "pack", "host:pack")

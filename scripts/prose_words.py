@@ -22,6 +22,7 @@ class Rule(NamedTuple):
 
 
 def _rule(pattern: str, instead: str) -> Rule:
+    """Return the rule for a pattern, from the start of a word and in any case."""
     return Rule(re.compile(rf"\b(?:{pattern})", re.IGNORECASE), instead)
 
 

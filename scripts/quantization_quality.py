@@ -113,6 +113,7 @@ def write_calibration(file: Path) -> None:
 
 
 def variants(schemes: Sequence[str]) -> list[QuantizeOptions]:
+    """Return the options to compare for these schemes."""
     sizes = {name: GROUP_SIZES if SCHEMES[name].in_groups else (None,) for name in schemes}
     return [QuantizeOptions(name, group_size) for name, groups in sizes.items() for group_size in groups]
 

@@ -46,7 +46,7 @@ Start = Callable[..., DrivenEngine]
 
 
 def start_host(**options: Any) -> DrivenEngine:
-    """Capacity for the longest context at every point, so that the page table has the same width."""
+    """Return an engine on a null device, with capacity for the longest context at every point."""
     return null_engine(max_model_len=MAX_CONTEXT + 1024, **options)
 
 
@@ -112,6 +112,7 @@ def peak_rates() -> dict[str, float]:
 
 
 def best_s(run: Callable[[], Any]) -> float:
+    """Return the shortest of several times, in seconds."""
     times = []
     for _ in range(10):
         started = time.perf_counter()

@@ -189,12 +189,14 @@ class Run:
         return self
 
     def _timing(self) -> Timing | None:
+        """Return the step times for a scheduler with latency targets; None without targets."""
         rates = self._rates
         if not self._has_targets:
             return None
         return Timing(self.now_s, rates.prefill_step_s, rates.prefill_token_s, rates.decode_token_s)
 
     def _add(self, number: int, at_s: float, index: int) -> None:
+        """Add request `number` of the client at `index`, which arrives at `at_s`."""
         client = self._clients[index]
         request = Request(
             request_id=str(number),
@@ -213,6 +215,7 @@ class Run:
         self.scheduler.add(request)
 
     def _serve(self, plan: StepPlan) -> None:
+        """Advance time by a step, and credit its tokens to their clients."""
         for request in plan.preempted:
             self._num_waiting[self._client_of[request.request_id]] += 1
         for request in plan.admitted:

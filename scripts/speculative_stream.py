@@ -116,6 +116,7 @@ def hard_prompts(count: int) -> list[str]:
 
 
 def visit(engine: DrivenEngine, phase: Phase, visits: Visits) -> None:
+    """Serve one phase, and add its measurements to `visits`."""
     engine.reset_prefix_cache()
     indices = itertools.count()
     running: set[str] = set()

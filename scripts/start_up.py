@@ -31,6 +31,7 @@ if sys.argv[3] == "fill":
 
 
 def first_token_s(model: str, cache: str, *, fill: bool) -> float:
+    """Start a process that completes a prompt; return the seconds until its first token."""
     environment = os.environ | {"XDG_CACHE_HOME": cache}
     command = [sys.executable, "-c", PROGRAM, str(time.time()), model, "fill" if fill else "exit"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

@@ -99,6 +99,7 @@ def check(path: Path) -> int:
 
 
 def _spent_s() -> float:
+    """Return the processor time of ended child processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

@@ -96,6 +96,7 @@ def init_tensors(specs: Sequence[ParamSpec], seed: int) -> Tensors:
 
 
 def as_params(tensors: Tensors, arch: ArchConfig) -> Params:
+    """Return tensors by name as the model's parameters."""
     return build_tree(param_specs(arch), lambda spec: jnp.concatenate([tensors[n] for n in spec.hf_names]))
 
 
