@@ -26,9 +26,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, build_tree
+from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.registry import from_hf_config, param_specs
 from jaxserve.weights import save
+from jaxserve.weights.rows import build_tree
 from training import bpe_tokenizer, loop, stdlib_corpus
 from training.dense_model import load_model, logits, token_nats
 from training.loop import Schedule, Tensors

@@ -132,7 +132,7 @@ class Runner:
         self._sleeping_draft: Params = {}
         local, pool_bytes = lowering.model.arch, device_bytes(self.state.kv_pages)
         num_layer_tokens = schedule.num_shard_pages * schedule.page_size * arch.kv_layout.num_pool_layers
-        reads = WeightReads.of(params, param_specs(local), device_bytes, has_logits=arch.pooler is None)
+        reads = WeightReads.from_params(params, param_specs(local), device_bytes, has_logits=arch.pooler is None)
         self.costs = Costs(
             int(pool_bytes * arch.kv_layout.num_layers_read // num_layer_tokens), reads.step, flop_counts(local).step
         )

@@ -74,7 +74,7 @@ class Experts(NamedTuple):
         """Number of local experts: on one device, its shard's."""
         return self.num_experts if self.shard_axis is None else self.num_experts // self.num_shards
 
-    def most_read(self, num_tokens: int) -> int:
+    def max_read(self, num_tokens: int) -> int:
         """Return the maximum number of experts that a device reads for `num_tokens` tokens."""
         return min(self.num_held, num_tokens * self.per_token)
 
@@ -119,22 +119,22 @@ class SortedPairs(NamedTuple):
 
     Attributes:
         order: index t * k + i by sorted position: the i-th expert of token t.
-        place: sorted position of pair t * k + i.
+        position: sorted position of pair t * k + i.
         group_sizes: number of pairs for each local expert, in sorted order.
     """
 
     order: Int[Array, " M"]
-    place: Int[Array, " M"]
+    position: Int[Array, " M"]
     group_sizes: Int[Array, " held"]
 
     @classmethod
-    def of(cls, ids: Int[Array, "T k"], num_experts: int) -> SortedPairs:
-        """Sort the pairs by `ids`; ids outside of [0, num_experts) come last."""
+    def sort(cls, ids: Int[Array, "T k"], num_experts: int) -> SortedPairs:
+        """Sort the pairs of T tokens and their k experts by expert; `ids` outside [0, num_experts) come last."""
         expert_ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
-        numbers = jnp.arange(expert_ids.size, dtype=jnp.int32)
+        pairs = jnp.arange(expert_ids.size, dtype=jnp.int32)
         order = jnp.argsort(expert_ids, stable=True).astype(jnp.int32)
-        place = jnp.zeros_like(numbers).at[order].set(numbers, unique_indices=True)
-        return cls(order, place, jnp.zeros(num_experts, jnp.int32).at[expert_ids].add(1, mode="drop"))
+        position = jnp.zeros_like(pairs).at[order].set(pairs, unique_indices=True)
+        return cls(order, position, jnp.zeros(num_experts, jnp.int32).at[expert_ids].add(1, mode="drop"))
 
 
 class ExpertWeights(NamedTuple):
@@ -202,7 +202,7 @@ def apply_experts(
         ids = jnp.where(tokens.live[:, None], ids, experts.num_experts)
     tokens = tokens.count_experts(ids)
     first = 0 if experts.num_shards == 1 else lax.axis_index(experts.shard_axis) * experts.num_held
-    pairs = SortedPairs.of(ids - first, experts.num_held)
+    pairs = SortedPairs.sort(ids - first, experts.num_held)
     parts = None if axis is None else _expert_axes(axis, experts)
     token = pairs.order // experts.per_token
     context = LinearContext(
@@ -218,7 +218,7 @@ def apply_experts(
         down_bias = jnp.where(lax.axis_index(parts) == 0, down_bias, 0)
     context = context._replace(bias=down_bias, activation=None, axis=parts)
     outputs = as_matrix(matrices.down).linear_groups(inner, pairs.group_sizes, context)
-    by_token = outputs[pairs.place].reshape(*ids.shape, -1).astype(jnp.float32)
+    by_token = outputs[pairs.position].reshape(*ids.shape, -1).astype(jnp.float32)
     y = jnp.sum(by_token * weights[:, :, None], axis=1).astype(x.dtype)
     y = sum_local_tokens(y, token_axis)
     if matrices.shared_gate_up is not None and matrices.shared_down is not None:

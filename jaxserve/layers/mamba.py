@@ -52,7 +52,8 @@ class Mamba:
         time_step_limit: minimum and maximum time step.
         conv_bias: True if the convolution has a bias.
         proj_bias: True if the projections before and after have one.
-        num_shares: number of parts into which tensor parallelism divides each group's heads; a device may have several.
+        num_group_shards: number of shards into which tensor parallelism divides each group's heads; a device may hold
+            several.
     """
 
     num_groups: int
@@ -63,7 +64,7 @@ class Mamba:
     time_step_limit: tuple[float, float] = (0.0, math.inf)
     conv_bias: bool = True
     proj_bias: bool = False
-    num_shares: int = 1
+    num_group_shards: int = 1
 
     @property
     def inner_size(self) -> int:
@@ -98,7 +99,7 @@ class Mamba:
             self,
             num_groups=num_parts // num_devices,
             num_heads=self.num_heads // num_devices,
-            num_shares=num_parts // self.num_groups,
+            num_group_shards=num_parts // self.num_groups,
         )
 
     def times(self, factor: int) -> "Mamba":

@@ -101,7 +101,7 @@ class FlopCounts:
     per_score: int
 
     @classmethod
-    def of(cls, arch: ArchConfig, specs: list[ParamSpec]) -> "FlopCounts":
+    def from_specs(cls, arch: ArchConfig, specs: list[ParamSpec]) -> "FlopCounts":
         """Count the FLOPs of the whole model, or of one device's part if `arch` has one device's sizes."""
         matrices = [spec for spec in specs if spec.is_matrix and spec.path[0] in ("layers", LAYER_PROJECTION)]
         # Under data-parallel attention each device computes attention and MLP only for its own tokens.

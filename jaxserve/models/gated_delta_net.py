@@ -22,31 +22,33 @@ def delta_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpe
     assert isinstance(sizes, GatedDelta), "recurrent layers are Gated DeltaNets here"
     K, V, keys, values = sizes.num_key_heads, sizes.num_value_heads, sizes.key_size, sizes.value_size
 
-    def spec(
-        name: str, hf_names: tuple[str, ...], sizes: tuple[int, ...], inner: tuple[int, ...], **fields: Any
-    ) -> Any:
-        names = tuple(f"{rows.prefix}linear_attn.{hf_name}" for hf_name in hf_names)
+    def by_head(
+        name: str, hf_names: tuple[str, ...], sizes: tuple[int, ...], heads: tuple[int, ...], *inner: int, **fields: Any
+    ) -> ParamSpec:
+        """Return the ParamSpec for a tensor [sum(sizes), *inner], whose parts each have rows for some heads."""
         axes = ("heads", *("embed" if size == D else None for size in inner))
-        return ParamSpec((*rows.path, name), (sum(sizes), *inner), axes, names, sizes, **fields)
+        return rows.tensor(
+            name, axes, [f"linear_attn.{each}" for each in hf_names], sizes, *inner, heads=heads, **fields
+        )
 
     if sizes.is_grouped:
         projections = [
-            spec("in_proj", ("in_proj_qkvz.weight",), (2 * keys + 2 * values,), (D,), heads=(K,)),
-            spec("rate_proj", ("in_proj_ba.weight",), (2 * V,), (D,), heads=(K,), exact=True),
+            by_head("in_proj", ("in_proj_qkvz.weight",), (2 * keys + 2 * values,), (K,), D),
+            by_head("rate_proj", ("in_proj_ba.weight",), (2 * V,), (K,), D, exact=True),
         ]
     else:
         names = (*("in_proj_qkv.weight",) * 3, "in_proj_z.weight")
         rates = ("in_proj_b.weight", "in_proj_a.weight")
         projections = [
-            spec("in_proj", names, (keys, keys, values, values), (D,), heads=(K, K, V, V)),
-            spec("rate_proj", rates, (V, V), (D,), heads=(V, V), exact=True),
+            by_head("in_proj", names, (keys, keys, values, values), (K, K, V, V), D),
+            by_head("rate_proj", rates, (V, V), (V, V), D, exact=True),
         ]
-    mixed = {"sizes": (keys, keys, values), "heads": (K, K, V)}
+    mixed, mixed_heads = (keys, keys, values), (K, K, V)
     return [
         *projections,
-        spec("taps", ("conv1d.weight",) * 3, inner=(1, sizes.width), exact=True, is_array=True, **mixed),
-        spec("decay", ("A_log",), (V,), (), heads=(V,), init="zeros", exact=True),
-        spec("time_bias", ("dt_bias",), (V,), (), heads=(V,), init="ones", exact=True),
+        by_head("taps", ("conv1d.weight",) * 3, mixed, mixed_heads, 1, sizes.width, exact=True, is_array=True),
+        by_head("decay", ("A_log",), (V,), (V,), init="zeros", exact=True),
+        by_head("time_bias", ("dt_bias",), (V,), (V,), init="ones", exact=True),
         rows.vector("delta_norm", None, ["linear_attn.norm.weight"], [sizes.value_dim], "ones"),
         rows.matrix("delta_out", ("embed", "heads"), ["linear_attn.out_proj"], [D], values),
     ]

@@ -1,5 +1,7 @@
 """gpt-oss: Llama's attention with sinks, sliding windows in every other layer, experts with biases, clamped SwiGLU."""
 
+from typing import Any
+
 from jaxserve.layers.mlp import ClampedSwiglu
 from jaxserve.models import llama, moe
 from jaxserve.models.arch import ArchConfig
@@ -51,26 +53,27 @@ def _moe_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec
     """
     experts = layer.experts
     assert experts is not None, "every model of this family has experts"
-    E, D, F, mlp = experts.num_experts, arch.hidden_size, experts.ffn_size, f"{rows.prefix}mlp"
+    E, D, F = experts.num_experts, arch.hidden_size, experts.ffn_size
 
-    def matrices(name: str, axes: tuple[str, str], hf_name: str, size: int, inner: int) -> ParamSpec:
-        path, names = (*rows.path, name), (hf_name,) * experts.num_held
-        is_plain = arch.schemes is None or arch.schemes.for_tensor(hf_name) is None
-        shape, counts = (len(names) * size, inner), (size,) * len(names)
-        return ParamSpec(path, shape, axes, names, counts, transposed=is_plain, stacked=is_plain, experts=experts)
+    def matrices(name: str, axes: tuple[str, str], size: int, inner: int) -> ParamSpec:
+        """Return the ParamSpec for all experts' matrices [size, inner]."""
+        hf_name, count = f"mlp.experts.{name.removeprefix('experts_')}_proj", experts.num_held
+        is_plain = arch.schemes is None or arch.schemes.for_tensor(f"{rows.prefix}{hf_name}") is None
+        fields: dict[str, Any] = {"transposed": is_plain, "stacked": is_plain, "experts": experts}
+        return rows.tensor(name, axes, [hf_name] * count, [size] * count, inner, **fields)
 
-    def vectors(name: str, axis: str, hf_name: str, size: int) -> ParamSpec:
-        path, shape = (*rows.path, name), (E, size)
-        return ParamSpec(path, shape, (None, axis), (hf_name,), (E,), "zeros", experts=experts)
+    def biases(name: str, axis: str, size: int) -> ParamSpec:
+        """Return the ParamSpec for all experts' biases [E, size]."""
+        hf_name = f"mlp.experts.{name.removeprefix('experts_')}_proj_bias"
+        return rows.tensor(f"{name}_bias", (None, axis), [hf_name], [E], size, init="zeros", experts=experts)
 
-    router, bias = f"{mlp}.router.weight", f"{mlp}.router.bias"
     return [
-        ParamSpec((*rows.path, "router"), (E, D), (None, "embed"), (router,), (E,), exact=True),
-        ParamSpec((*rows.path, "logit_bias"), (E,), (None,), (bias,), (E,), "zeros", exact=True),
-        matrices("experts_gate_up", ("expert_rows", "embed"), f"{mlp}.experts.gate_up_proj", 2 * F, D),
-        vectors("experts_gate_up_bias", "expert_ffn", f"{mlp}.experts.gate_up_proj_bias", 2 * F),
-        matrices("experts_down", ("expert", "expert_ffn"), f"{mlp}.experts.down_proj", D, F),
-        vectors("experts_down_bias", "embed", f"{mlp}.experts.down_proj_bias", D),
+        rows.tensor("router", (None, "embed"), ["mlp.router.weight"], [E], D, exact=True),
+        rows.vector("logit_bias", None, ["mlp.router.bias"], [E], "zeros", exact=True),
+        matrices("experts_gate_up", ("expert_rows", "embed"), 2 * F, D),
+        biases("experts_gate_up", "expert_ffn", 2 * F),
+        matrices("experts_down", ("expert", "expert_ffn"), D, F),
+        biases("experts_down", "embed", D),
     ]
 
 

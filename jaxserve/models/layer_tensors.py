@@ -54,26 +54,46 @@ class Rows(NamedTuple):
     norm_init: str = "ones"
     transposed: bool = False
 
+    def tensor(
+        self,
+        name: str,
+        axes: tuple[str | None, ...],
+        hf_names: Sequence[str],
+        sizes: Sequence[int],
+        *inner: int,
+        **fields: Any,
+    ) -> ParamSpec:
+        """Return the ParamSpec for a tensor [sum(sizes), *inner].
+
+        Args:
+            name: key in the parameter tree.
+            axes: logical axis of each dimension.
+            hf_names: checkpoint tensors without the prefix, one for each size; a fused tensor is repeated.
+            sizes: rows from each checkpoint tensor.
+            inner: sizes of the other dimensions.
+            fields: other `ParamSpec` fields.
+        """
+        names = tuple(f"{self.prefix}{hf_name}" for hf_name in hf_names)
+        return ParamSpec((*self.path, name), (sum(sizes), *inner), axes, names, tuple(sizes), **fields)
+
     def matrix(
         self,
         name: str,
         axes: tuple[str | None, str | None],
-        hf_names: Sequence[str],
+        modules: Sequence[str],
         sizes: Sequence[int],
         inner: int,
         **fields: Any,
     ) -> ParamSpec:
-        """Return a matrix row [sum(sizes), inner], in checkpoints one part per size."""
-        names, shape = tuple(f"{self.prefix}{name}.weight" for name in hf_names), (sum(sizes), inner)
-        fields = {"transposed": self.transposed, **fields}
-        return ParamSpec((*self.path, name), shape, axes, names, tuple(sizes), **fields)
+        """Return the ParamSpec for a matrix [sum(sizes), inner], from the weights of `modules`; see `tensor`."""
+        hf_names, fields = [f"{module}.weight" for module in modules], {"transposed": self.transposed, **fields}
+        return self.tensor(name, axes, hf_names, sizes, inner, **fields)
 
     def vector(
         self, name: str, axis: str | None, hf_names: Sequence[str], sizes: Sequence[int], init: str, **fields: Any
     ) -> ParamSpec:
-        """Return a vector row; names are whole except for the prefix."""
-        names = tuple(f"{self.prefix}{name}" for name in hf_names)
-        return ParamSpec((*self.path, name), (sum(sizes),), (axis,), names, tuple(sizes), init, **fields)
+        """Return the ParamSpec for a vector [sum(sizes)] with its initial value; see `tensor`."""
+        return self.tensor(name, (axis,), hf_names, sizes, init=init, **fields)
 
     def norm(self, name: str, hf_name: str | None, size: int, parts: Collection[str] = ()) -> list[ParamSpec]:
         """Return a norm's rows: an array, or a row per part; none without a name."""
@@ -250,18 +270,10 @@ def _moe_specs(rows: Rows, experts: Experts, names: MoeNames, arch: ArchConfig) 
         is_stacked = bool(names.stacked) and (not each or not _is_quantised(f"{rows.prefix}{each[0]}", arch))
         counts = sizes[name] * experts.num_held
         hf_names = [names.stacked[index]] * len(counts) if is_stacked else each
-        specs.append(
-            ParamSpec(
-                (*rows.path, name),
-                (sum(counts), D if name == "experts_gate_up" else F),
-                axes[name],
-                tuple(f"{rows.prefix}{hf_name}" for hf_name in hf_names),
-                tuple(counts),
-                gated=name == "experts_gate_up" and experts.activation is swiglu,
-                experts=experts,
-                stacked=is_stacked,
-            )
-        )
+        inner = D if name == "experts_gate_up" else F
+        gated = name == "experts_gate_up" and experts.activation is swiglu
+        fields: dict[str, Any] = {"gated": gated, "experts": experts, "stacked": is_stacked}
+        specs.append(rows.tensor(name, axes[name], hf_names, counts, inner, **fields))
     if S:
         gate, up, down = names.shared
         specs.append(rows.matrix("shared_gate_up", ("ffn", "embed"), [gate, up], [S, S], D, gated=True))

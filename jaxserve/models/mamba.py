@@ -95,28 +95,28 @@ def mamba_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpe
     assert isinstance(sizes, Mamba), "recurrent layers are Mamba-2 here"
     H, G, inner, shared = sizes.num_heads, sizes.num_groups, sizes.inner_size, sizes.group_size
 
-    def spec(
-        name: str, hf_name: str, parts: tuple[int, ...], heads: tuple[int, ...], *inner: int, **fields: Any
+    def by_head(
+        name: str, hf_name: str, sizes: tuple[int, ...], heads: tuple[int, ...], *inner: int, **fields: Any
     ) -> ParamSpec:
+        """Return the ParamSpec for a tensor [sum(sizes), *inner], whose parts each have rows for some heads."""
         axes = ("heads", *("embed" if size == D else None for size in inner))
-        names = (f"{rows.prefix}mamba.{hf_name}",) * len(parts)
-        return ParamSpec((*rows.path, name), (sum(parts), *inner), axes, names, parts, heads=heads, **fields)
+        return rows.tensor(name, axes, [f"mamba.{hf_name}"] * len(sizes), sizes, *inner, heads=heads, **fields)
 
     mixed, mixed_heads = (inner, shared, shared), (H, G, G)
     projected, projected_heads = (inner, *mixed, H), (H, *mixed_heads, H)
     specs = [
-        spec("in_proj", "in_proj.weight", projected, projected_heads, D),
-        spec("taps", "conv1d.weight", mixed, mixed_heads, 1, sizes.width, exact=True, is_array=True),
-        spec("decay", "A_log", (H,), (H,), init="zeros", exact=True),
-        spec("time_bias", "dt_bias", (H,), (H,), init="ones", exact=True),
-        spec("skip", "D", (H,), (H,), init="ones", exact=True),
-        spec("mamba_norm", "norm.weight", (inner,), (H,), init="ones"),
+        by_head("in_proj", "in_proj.weight", projected, projected_heads, D),
+        by_head("taps", "conv1d.weight", mixed, mixed_heads, 1, sizes.width, exact=True, is_array=True),
+        by_head("decay", "A_log", (H,), (H,), init="zeros", exact=True),
+        by_head("time_bias", "dt_bias", (H,), (H,), init="ones", exact=True),
+        by_head("skip", "D", (H,), (H,), init="ones", exact=True),
+        by_head("mamba_norm", "norm.weight", (inner,), (H,), init="ones"),
         rows.matrix("mamba_out", ("embed", "heads"), ["mamba.out_proj"], [D], inner),
     ]
     if sizes.conv_bias:
-        specs.append(spec("conv_bias", "conv1d.bias", mixed, mixed_heads, init="zeros"))
+        specs.append(by_head("conv_bias", "conv1d.bias", mixed, mixed_heads, init="zeros"))
     if sizes.proj_bias:
-        specs.append(spec("in_bias", "in_proj.bias", projected, projected_heads, init="zeros"))
+        specs.append(by_head("in_bias", "in_proj.bias", projected, projected_heads, init="zeros"))
         specs.append(rows.vector("mamba_out_bias", "embed", ["mamba.out_proj.bias"], [D], "zeros"))
     return specs
 
@@ -148,13 +148,13 @@ def mamba(
 
 def _group_norm(x: Float32[Array, "T inner"], sizes: Mamba, arch: ArchConfig) -> Float32[Array, "T inner"]:
     """Apply the RMS norm to each group, over all its heads, including the heads on other devices."""
-    T, G, shares = len(x), sizes.num_groups, sizes.num_shares
+    T, G, shards = len(x), sizes.num_groups, sizes.num_group_shards
     groups = x.reshape(T, G, -1)
     squares = jnp.sum(jnp.square(groups), axis=2)
-    if shares > 1:
-        assert arch.tensor_axis is not None, "devices that share groups have a mesh"
+    if shards > 1:
+        assert arch.tensor_axis is not None, "devices that divide groups have a mesh"
         everywhere = lax.all_gather(squares, arch.tensor_axis, axis=1, tiled=True)
-        whole = jnp.repeat(jnp.sum(everywhere.reshape(T, -1, shares), axis=2), shares, axis=1)
+        whole = jnp.repeat(jnp.sum(everywhere.reshape(T, -1, shards), axis=2), shards, axis=1)
         squares = lax.dynamic_slice_in_dim(whole, lax.axis_index(arch.tensor_axis) * G, G, axis=1)
-    mean = squares / (groups.shape[2] * shares)
+    mean = squares / (groups.shape[2] * shards)
     return (groups * lax.rsqrt(mean + arch.norm_eps)[:, :, None]).reshape(x.shape)

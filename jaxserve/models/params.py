@@ -27,29 +27,11 @@ from jaxserve.layers.sharding import (
 )
 from jaxserve.layers.weight_formats import packed, plain
 from jaxserve.layers.weight_formats.weight_format import FormatChoice
-from jaxserve.weights import StoredTensor
-from jaxserve.weights.rows import Params, build_tree, leaf_at
+from jaxserve.weights import StoredTensor, rows
+from jaxserve.weights.rows import build_tree, leaf_at
 from jaxserve.weights.stored_tensor import Part, host_rows
 
-__all__ = [
-    "EXPERT_MATRICES",
-    "LAYER_EMBED",
-    "LAYER_PROJECTION",
-    "POSITION_EMBED",
-    "ParamSpec",
-    "Params",
-    "ScannedLayers",
-    "build_tree",
-    "lookup_bytes",
-    "lookup_tables",
-    "matrix_transform",
-    "multiplied",
-    "split_array",
-    "stack_layers",
-    "step_bytes",
-    "unsplit",
-]
-
+Params = rows.Params
 # A parameter tree is {"embed", "layers": [{...}] or ScannedLayers, "final_norm", "lm_head" unless tied}. Some models
 # add "lm_head_bias", POSITION_EMBED with learned positions, or LAYER_EMBED and LAYER_PROJECTION with the table and the
 # matrix that make per-layer inputs. A norm is an array, or a tree of weight and bias.

@@ -154,4 +154,4 @@ def num_params(arch: ArchConfig) -> int:
 @cache
 def flop_counts(arch: ArchConfig) -> FlopCounts:
     """Return FLOP counts for the whole model, or for one device if `arch` has one device's sizes."""
-    return FlopCounts.of(arch, param_specs(arch))
+    return FlopCounts.from_specs(arch, param_specs(arch))

@@ -25,7 +25,7 @@ class WeightReads(NamedTuple):
     experts: Experts | None = None
 
     @classmethod
-    def of(
+    def from_params(
         cls, params: Params, specs: Sequence[ParamSpec], num_bytes: Callable[[Any], int], *, has_logits: bool = True
     ) -> "WeightReads":
         """Count the bytes.
@@ -56,5 +56,5 @@ class WeightReads(NamedTuple):
             num_live: tokens that are not padding; padding chooses no experts. None without padding.
         """
         num_choosing = num_tokens if num_live is None else num_live
-        num_experts = 0 if self.experts is None else self.experts.most_read(num_choosing)
+        num_experts = 0 if self.experts is None else self.experts.max_read(num_choosing)
         return self.every_step + num_tokens * self.per_token + num_experts * self.per_expert

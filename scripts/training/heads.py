@@ -19,10 +19,11 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder, llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, build_tree
+from jaxserve.models.params import Params, ParamSpec
 from jaxserve.spec_decode.draft_layer import LayerHead, apply_layer, project_features
 from jaxserve.spec_decode.head_files import layer_specs
 from jaxserve.spec_decode.medusa import apply_blocks
+from jaxserve.weights.rows import build_tree
 from training.dense_model import DenseAttention
 from training.loop import Tensors
 

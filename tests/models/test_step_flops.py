@@ -17,9 +17,10 @@ from jax import Array
 from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, build_tree, device_bytes, lookup_bytes, stack_layers, step_bytes
+from jaxserve.models.params import Params, ParamSpec, device_bytes, lookup_bytes, stack_layers, step_bytes
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, apply_rope
+from jaxserve.weights.rows import build_tree
 from tests.own_programs import UNOPTIMIZED
 from tests.parameters import some_by_default
 
@@ -133,7 +134,7 @@ def test_steps_read_and_multiply_with_the_experts_of_their_tokens(family: str) -
     if num_sparse == arch.num_layers:
         trees.append(stack_layers(dict(params, layers=[dict(layer) for layer in params["layers"]]), arch.period))
     for tree in trees:
-        reads = WeightReads.of(tree, specs, device_bytes)
+        reads = WeightReads.from_params(tree, specs, device_bytes)
         assert reads.step(1) == step_bytes(params) + row - 13 * 4 * (expert + biases)
         assert reads.step(5) == step_bytes(params) + 5 * row - 4 * (expert + biases)
         assert reads.step(9, 1) == reads.step(1) + 8 * row

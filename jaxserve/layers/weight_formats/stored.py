@@ -37,6 +37,11 @@ from jaxserve.weights import CheckpointError, QuantizedPart, Scheme, Schemes, St
 from jaxserve.weights.quantized.packing import nibbles
 from jaxserve.weights.quantized.scheme import Role
 
+# Roles of the arrays that only some schemes have, in the order of `StoredMatrix`'s fields.
+_OPTIONAL: tuple[Role, ...] = (
+    *("global_scale", "zero", "minimum", "order"),
+    *("input_factor", "input_scale", "input_zero"),
+)
 _SLAB_SIZE = 1 << 20  # elements per thread and read: in GPTQ files a row touches as many pages as it has columns
 
 
@@ -206,43 +211,33 @@ class SchemeFormat(WeightFormat):
         is_shared = (scheme.group or row.shape[1]) >= row.shape[1]
         group_axis = None if is_shared else in_axis
         elements, scales = _ELEMENT_DTYPES[scheme.elements], np.dtype(scheme.scale_dtype)
+        float32 = np.dtype(np.float32)
         leaves = [
             Leaf((num_rows, in_size // 2 if scheme.is_packed else in_size), elements, row.axes),
             Leaf.grid(*size, FLOAT16_BITS if scales == np.float16 else scales, (out_axis, group_axis)),
         ]
-        if scheme.has("global_scale"):
-            leaves.append(Leaf((num_rows, 1), np.dtype(np.float32), (out_axis, None)))
-        if scheme.has("zero"):
-            leaves.append(Leaf.grid(*size, elements, (out_axis, group_axis)))
-        if scheme.has("minimum"):
-            leaves.append(Leaf.grid(*size, np.dtype(np.float32), (out_axis, group_axis)))
-        if scheme.has("order"):
-            leaves.append(Leaf((in_size,), np.dtype(np.int32), (in_axis,)))
-        if scheme.has("input_factor"):
-            leaves.append(Leaf((in_size,), np.dtype(np.float32), (in_axis,)))
-        token_roles: tuple[Role, ...] = ("input_scale", "input_zero")
-        leaves += [Leaf((), np.dtype(np.float32), ()) for role in token_roles if scheme.has(role)]
-        return tuple(leaves)
+        optional: dict[Role, Leaf] = {
+            "global_scale": Leaf((num_rows, 1), float32, (out_axis, None)),
+            "zero": Leaf.grid(*size, elements, (out_axis, group_axis)),
+            "minimum": Leaf.grid(*size, float32, (out_axis, group_axis)),
+            "order": Leaf((in_size,), np.dtype(np.int32), (in_axis,)),
+            "input_factor": Leaf((in_size,), float32, (in_axis,)),
+            "input_scale": Leaf((), float32, ()),
+            "input_zero": Leaf((), float32, ()),
+        }
+        assert tuple(optional) == _OPTIONAL, "`weight` takes the arrays in this order"
+        return (*leaves, *(leaf for role, leaf in optional.items() if scheme.has(role)))
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
         """Raise: this format is only read from checkpoints, never produced from floats."""
         raise CheckpointError(f"weights must be quantised as the checkpoint's are ({self.scheme}), got floats")
 
     def weight(self, *leaves: Any) -> StoredMatrix:
-        rest = iter(leaves)
-        has = self.scheme.has
-        return StoredMatrix(
-            next(rest),
-            next(rest),
-            next(rest) if has("global_scale") else None,
-            next(rest) if has("zero") else None,
-            next(rest) if has("minimum") else None,
-            next(rest) if has("order") else None,
-            next(rest) if has("input_factor") else None,
-            next(rest) if has("input_scale") else None,
-            next(rest) if has("input_zero") else None,
-            self.scheme,
-        )
+        elements, scale, *rest = leaves
+        optional = iter(rest)
+        others = (next(optional) if self.scheme.has(role) else None for role in _OPTIONAL)
+        fields: list[Any] = [elements, scale, *others, self.scheme]
+        return StoredMatrix(*fields)
 
     def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
         """Read a device's shard as it is stored, slab by slab."""

@@ -19,11 +19,12 @@ from jaxserve.layers.sharding import named_sharding, tensor_mesh, whole_shape
 from jaxserve.layers.weight_formats import packed, plain, weight_format
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, build_tree, multiplied, stack_layers
+from jaxserve.models.params import Params, ParamSpec, multiplied, stack_layers
 from jaxserve.pallas_kernels.deviceless import Chip, UnknownTopologyError
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.system.environment import leave_tpus_alone
 from jaxserve.tools.planner.targets import Target
+from jaxserve.weights.rows import build_tree
 
 _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", re.MULTILINE

@@ -185,7 +185,7 @@ class Sizes:
             peak_rates=PeakRates(share * sheet.flops_per_s[self.dtype.name], share * sheet.bytes_per_s),
             link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
             num_chips=target.num_chips,
-            weight_reads=WeightReads.of(self.params, registry.param_specs(local), tree_bytes),
+            weight_reads=WeightReads.from_params(self.params, registry.param_specs(local), tree_bytes),
             kv_token_bytes=int(
                 self.memory.page * local.kv_layout.num_layers_read // (pool.page_size * local.kv_layout.num_pool_layers)
             ),
