@@ -33,10 +33,12 @@ def dummy(
     """
 
     def leaf(row: TensorRow) -> Any:
+        """Return a tensor's parameter, converted by `transform`."""
         array = whole(row)
         return array if transform is None else transform(row, array)
 
     def whole(row: TensorRow) -> Array:
+        """Return a tensor's initial values."""
         sharding = sharding_at(shardings, row.path)
         if row.init in _CONSTANTS:
             return jnp.full(row.shape, _CONSTANTS[row.init], dtype, device=sharding)

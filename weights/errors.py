@@ -33,5 +33,6 @@ class Mismatch:
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Return the first 32 names, and the number of the others."""
     more = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f", and {more} more" if more > 0 else "")

@@ -106,18 +106,22 @@ def _q6_k_elements(blocks: Bytes) -> NDArray[np.int8]:
 
 
 def _q6_k_scale(blocks: Bytes) -> NDArray[np.float32]:
+    """Return scales: 16 signed bytes times the last float16."""
     return blocks[..., 192:208].view(np.int8).astype(np.float32) * _float16(blocks, 208)
 
 
 def _int8(width: int, decode: Callable[[Bytes], NDArray[Any]]) -> Field:
+    """Return the field for `width` eight-bit elements per block."""
     return Field(width, np.dtype(np.int8), decode)
 
 
 def _int4(num_columns: int, decode: Callable[[Bytes], NDArray[Any]]) -> Field:
+    """Return the field for pairs of four-bit elements in `num_columns` columns per block."""
     return Field(num_columns // 2, np.dtype(np.uint8), decode)
 
 
 def _float32(width: int, decode: Callable[[Bytes], NDArray[Any]]) -> Field:
+    """Return the field for `width` scales or minima per block."""
     return Field(width, np.dtype(np.float32), decode)
 
 

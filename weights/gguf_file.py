@@ -67,6 +67,13 @@ class GgufFile:
         return value
 
     def fault(self, must: str, got: object, advice: str = "use a file of such a model") -> CheckpointError:
+        """Return the error for a file that must be otherwise.
+
+        Args:
+            must: rule that the file breaks, after "must".
+            got: what the file has.
+            advice: remedy.
+        """
         return CheckpointError(f"{self.path} must {must}, got {got}; {advice}")
 
 
@@ -130,6 +137,7 @@ def parse(files: tuple[tuple[FilePath, int, int], ...]) -> GgufFile:
 
 
 def _parse_file(path: FilePath, num_bytes: int) -> GgufFile:
+    """Return one file's metadata and tensors; CheckpointError if it is damaged. `num_bytes` is its size."""
     try:
         with np.errstate(all="raise"):
             reader = _header_reader(path)
@@ -159,11 +167,13 @@ def _header_reader(path: FilePath) -> Any:
 
     class HeaderReader(GGUFReader):
         def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            """Return values at a byte offset; ValueError if they exceed the file."""
             if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
                 raise ValueError(f"{count} values at byte {offset} are not in the file")
             return super()._get(offset, dtype, count, override_order)
 
         def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
+            """Return a metadata value as the base class does, but only the size of a long array."""
             if raw_type == GGUFValueType.ARRAY:
                 item_type, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
                 if item_type == GGUFValueType.ARRAY:
@@ -205,6 +215,7 @@ def _strings_size(data: Bytes, start: int, count: int) -> int:
 
 
 def _check(file: GgufFile) -> None:
+    """Raise a CheckpointError if tensors have an unsupported type, or are quantised although they are no matrices."""
     allowed = [*FLOATS, *BLOCK_TYPES]
     if others := [f"{name} of {t.type}" for name, t in file.tensors.items() if t.type not in allowed]:
         raise file.fault(
@@ -215,9 +226,11 @@ def _check(file: GgufFile) -> None:
 
 
 def _is_wrong(name: str, tensor: GgufTensor) -> bool:
+    """Return whether a tensor is quantised but neither a matrix nor a stack of experts' matrices."""
     num_dims = 3 if name.endswith("_exps.weight") else 2
     return tensor.type not in FLOATS and (len(tensor.shape) != num_dims or not name.endswith(".weight"))
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Return the first 8 names, and the number of the others."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -133,7 +133,13 @@ def _each_matrix(file: GgufFile, model: GgufModel, name: str) -> Iterator[tuple[
 
 
 def _parts(name: str, tensor: GgufTensor, head_size: int | None) -> dict[str, Part]:
-    """Return a tensor under its name, or the elements and scales in its blocks under theirs."""
+    """Return a tensor by its Hugging Face name, or the elements and scales in its blocks by theirs.
+
+    Args:
+        name: Hugging Face name.
+        tensor: tensor in the file.
+        head_size: rows per head if the file interleaves each head's halves; None if rows are in order.
+    """
     if tensor.type in FLOATS:
         floats = tensor.floats()
         if head_size is None:
@@ -153,7 +159,7 @@ def _parts(name: str, tensor: GgufTensor, head_size: int | None) -> dict[str, Pa
 
 
 def _quantised(file: GgufFile, model: GgufModel) -> dict[str, list[str]]:
-    """Return module names by quantised type."""
+    """Return the names of quantised modules by GGUF type."""
     modules: dict[str, list[str]] = {}
     for name, tensor in sorted(file.tensors.items()):
         if tensor.type not in FLOATS:
@@ -168,6 +174,7 @@ def _quantised(file: GgufFile, model: GgufModel) -> dict[str, list[str]]:
 
 
 def _number(file: GgufFile, key: str, convert: Callable[[Any], Any], default: Any = None) -> Any:
+    """Return an architecture key's positive number, by `convert`; CheckpointError if absent without a default."""
     value = file.get(key)
     if value is None and default is not None:
         return default
@@ -177,6 +184,7 @@ def _number(file: GgufFile, key: str, convert: Callable[[Any], Any], default: An
 
 
 def _head_size(file: GgufFile) -> int:
+    """Return the elements per attention head; CheckpointError if keys and values differ, or it is odd."""
     sizes = _number(file, "embedding_length", int), _number(file, "attention.head_count", int)
     size = int(_number(file, "attention.key_length", int, sizes[0] // sizes[1]))
     if (other := file.get("attention.value_length")) not in (None, size):
@@ -243,6 +251,7 @@ def _experts(file: GgufFile) -> dict[str, Any]:
 
 
 def _rope(file: GgufFile, head_size: int) -> dict[str, Any]:
+    """Return config.json's `rope_parameters`, from metadata and the tensors with frequency factors."""
     theta = _number(file, "rope.freq_base", float, 10000.0)
     scaling = file.get("rope.scaling.type") or "none"
     factor = _number(file, "rope.scaling.factor", float, file.get("rope.scale_linear") or 1.0)

@@ -44,6 +44,7 @@ def leaves_directory(name: str) -> bool:
 
 
 def _is_deep(value: Any) -> bool:
+    """Return whether arrays and objects are nested more than 64 times."""
     level = [value]
     for _ in range(_MAX_NESTING):
         holders = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
@@ -52,6 +53,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def _too_deep(file: FilePath) -> CheckpointError:
+    """Return the error for a file with too deep nesting."""
     return CheckpointError(
         f"{file} must nest arrays and objects at most {_MAX_NESTING} times, got more; download or write it again"
     )

@@ -144,6 +144,7 @@ def assemble(
         _check("the weights", specs, tensors, advice)
 
     def read(name: str) -> Part:
+        """Return a tensor copied to host memory."""
         tensor = tensors[name]
         return tensor.on_host(_on_host) if isinstance(tensor, QuantizedPart) else _on_host(tensor)
 
@@ -159,9 +160,20 @@ def _build(
     *,
     use_tqdm: bool = False,
 ) -> Params:
+    """Build the parameter tree, one tensor after the other.
+
+    Args:
+        specs: one row per tensor.
+        open_tensor: function that returns a checkpoint tensor by name, still unread.
+        dtype: see `load`.
+        shardings: see `load`.
+        transform: see `load`.
+        use_tqdm: see `load`.
+    """
     previous: list[Any] = []
 
     def leaf(row: TensorRow) -> Any:
+        """Read one tensor and return its parameter."""
         parts = _parts(row, open_tensor)
         tensor = StoredTensor(parts, _dtype_of(parts, dtype), sharding_at(shardings, row.path), readers)
         array = tensor.place() if transform is None else transform(row, tensor)
@@ -198,6 +210,7 @@ def _parts(row: TensorRow, open_tensor: Callable[[str], Part]) -> list[Part]:
 
 
 def _on_host(tensor: Tensor) -> NDArray[Any]:
+    """Return a tensor as a numpy array."""
     return host_rows(tensor, slice(None)) if isinstance(tensor, jax.Array) else np.asarray(tensor)
 
 
@@ -221,7 +234,7 @@ def draft_layers(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
-    """Return tensors by the names in `specs`.
+    """Return tensors by the names in `specs`, given tensors by their names in the file.
 
     Files without a head, such as GPT-2's, lack the first component; multimodal models have one more.
     """
@@ -264,6 +277,14 @@ def _with_separate_experts(expected: Set[str], tensors: Mapping[str, TensorT]) -
 
 
 def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tensor], advice: str) -> None:
+    """Raise a CheckpointError unless `tensors` are the tensors in `specs`; log the others that are ignored.
+
+    Args:
+        where: path of the checkpoint, for messages.
+        specs: the model's rows.
+        tensors: the checkpoint's tensors by name.
+        advice: remedy, for messages.
+    """
     expected = {name: shape for row in specs for name, shape in hf_shapes(row).items()}
     shared = [name for name in expected if name in tensors]
     drafting = _draft_layers([name for name in tensors if name not in expected])
@@ -304,4 +325,5 @@ def _other_part(name: str) -> str | None:
 
 
 def _dtype_of(parts: Sequence[Part], dtype: jax.typing.DTypeLike | None) -> np.dtype:
+    """Return the result's dtype: `dtype`, or the common dtype of the parts."""
     return jnp.dtype(jnp.result_type(*(part.dtype for part in parts)) if dtype is None else dtype)

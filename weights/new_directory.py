@@ -43,6 +43,7 @@ def new_directory(target: FilePath) -> Iterator[FilePath]:
 
 
 def _remove(directory: FilePath) -> None:
+    """Remove a directory with its content, if it exists."""
     if directory.exists():
         shutil.rmtree(directory)
 
@@ -69,6 +70,7 @@ def _locked(path: FilePath, target: FilePath) -> Iterator[None]:
 
 
 def _is_at(path: FilePath, file: IO[bytes]) -> bool:
+    """Return whether an open file is still the one at this path."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file.fileno()))
     except FileNotFoundError:

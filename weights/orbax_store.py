@@ -81,6 +81,7 @@ class ChunkedTensor:
 
 
 def has_weights(directory: FilePath) -> bool:
+    """Return whether a directory has an Orbax checkpoint."""
     return (directory / FOLDER).is_dir()
 
 
@@ -116,6 +117,12 @@ def write_tensors(
 
 
 def _open(folder: FilePath, cache_bytes: int) -> dict[str, ChunkedTensor]:
+    """Open all tensors, with a shared cache for chunks; ValueError if the checkpoint is damaged.
+
+    Args:
+        folder: folder with the arrays.
+        cache_bytes: size of the cache.
+    """
     import tensorstore as ts  # noqa: PLC0415 - Hugging Face directories need none
 
     context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})

@@ -82,6 +82,7 @@ def build_tree(rows: Sequence[RowT], leaf: Callable[[RowT], Any]) -> Params:
 
 
 def _child(node: Any, key: Any, new: Any) -> Any:
+    """Return the child of a list or dict under `key`, adding `new` if there is none."""
     if isinstance(node, list):
         if key == len(node):
             node.append(new)

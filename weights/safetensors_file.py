@@ -81,6 +81,7 @@ def _header_len(data: NDArray[np.uint8]) -> int:
 
 
 def _view(body: NDArray[np.uint8], *, dtype: str, shape: list[int], data_offsets: list[int]) -> NDArray[Any]:
+    """Return a view of one tensor's bytes, given its header entry; ValueError if the entry is wrong."""
     begin, end = data_offsets
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype} is not one of {', '.join(DTYPES)}")
@@ -111,4 +112,5 @@ def write_file(
 
 
 def num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
+    """Return the size of a tensor with this shape and dtype."""
     return prod(tensor.shape) * tensor.dtype.itemsize

@@ -44,6 +44,7 @@ def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def has_config(directory: FilePath) -> bool:
+    """Return whether a directory has a config.json."""
     return (directory / _CONFIG).is_file()
 
 
@@ -62,6 +63,7 @@ def write_tensors(
     """Write every tensor unchanged, in one file or in shards with an index; `wrote` gets the size of each write."""
 
     def read(name: str) -> NDArray[Any]:
+        """Return a tensor, counted as written."""
         wrote(tensors[name].nbytes)
         return np.asarray(tensors[name])
 
@@ -74,6 +76,7 @@ def write_tensors(
 
 
 def write_config(directory: FilePath, hf_config: Mapping[str, Any]) -> None:
+    """Write a directory's config.json."""
     _write_json(directory / _CONFIG, hf_config)
 
 
@@ -119,6 +122,7 @@ def open_tensors(directory: FilePath) -> Tensors:
 
 
 def _require_directory(directory: FilePath) -> None:
+    """Raise a CheckpointError unless a path is a directory."""
     if not directory.is_dir():
         raise CheckpointError(
             f"a checkpoint must be a local directory with {_CONFIG} and safetensors files, or a .gguf file, "
@@ -144,6 +148,7 @@ def _require_model(directory: FilePath) -> None:
 
 
 def _no_weights(directory: FilePath) -> str:
+    """Return the message for a directory without weights that can be read."""
     if torch_files := sorted(f.name for f in directory.iterdir() if f.suffix in {".bin", ".pt", ".pth"}):
         return _torch_weights(directory, torch_files)
     return (
@@ -153,6 +158,7 @@ def _no_weights(directory: FilePath) -> str:
 
 
 def _torch_weights(directory: FilePath, names: list[str]) -> str:
+    """Return the message for a directory that only has pickled torch weights, in the files `names`."""
     return (
         f"{directory} must contain weights as safetensors ({_SINGLE}), Orbax or GGUF, got pickled torch weights "
         f"({', '.join(names[:4])}), which may run code when they are read; convert them with transformers: "
@@ -161,6 +167,7 @@ def _torch_weights(directory: FilePath, names: list[str]) -> str:
 
 
 def _listing(directory: FilePath) -> str:
+    """Return the first 12 names in a directory."""
     names = sorted(f.name for f in directory.iterdir())
     return ", ".join([*names[:12], *(["..."] if len(names) > 12 else [])]) or "an empty directory"
 
@@ -189,10 +196,12 @@ def _shards(tensors: Shard, max_bytes: int) -> dict[str, Shard]:
 
 
 def _index(shards: Mapping[str, Shard]) -> dict[str, Any]:
+    """Return the content of the index of shards, given tensors by file name."""
     total_size = sum(num_bytes(tensor) for shard in shards.values() for tensor in shard.values())
     weight_map = {name: file for file, shard in shards.items() for name in shard}
     return {"metadata": {"total_size": total_size}, "weight_map": weight_map}
 
 
 def _write_json(file: FilePath, value: Mapping[str, Any]) -> None:
+    """Write a value as indented JSON."""
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

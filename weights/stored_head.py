@@ -105,11 +105,17 @@ def dropped_heads(specs: Sequence[TensorRow], tensors: Mapping[str, Tensor]) -> 
 
 
 def _last_part(module: str) -> str:
+    """Return the last component of a dotted name."""
     return module.rpartition(".")[2]
 
 
 def _module(tensors: Mapping[str, TensorT], modules: Collection[str]) -> dict[str, TensorT]:
-    """Return the tensors in the module with one of these names, by the last component of theirs."""
+    """Return the tensors in a module, by the last component of their names, without biases.
+
+    Args:
+        tensors: every stored tensor by name.
+        modules: names that the module may have.
+    """
     found = {}
     for full, tensor in tensors.items():
         module, _, name = full.replace(TEXT_PART, "", 1).rpartition(".")
@@ -137,6 +143,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _rows(tensor: Any, rows: slice) -> NDArray[Any]:
+    """Return a copy of some rows in host memory."""
     if isinstance(tensor, jax.Array):
         return host_rows(tensor, rows)
     return read(tensor[rows])

@@ -50,6 +50,14 @@ def check_sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], where:
 
 
 def _check(config: Mapping[str, Any], names: tuple[str, ...], limit: int, counted: str) -> None:
+    """Raise a CheckpointError if a size in config.json exceeds `limit`.
+
+    Args:
+        config: content of config.json.
+        names: fields with such sizes.
+        limit: maximum that the stored tensors allow.
+        counted: meaning of `limit`, for the message.
+    """
     for name in names:
         if isinstance(value := config.get(name), int) and value > limit:
             raise CheckpointError(

@@ -141,6 +141,7 @@ class StoredTensor:
         """Call `use(start, rows)` for each `num_rows` rows, fewer at the end, from several threads."""
 
         def read(start: int) -> None:
+            """Read one slab and pass it to `use`."""
             end = min(start + num_rows, self.shape[0])
             slab = np.zeros((end - start, *self.shape[1:]), self.dtype)
             for piece in _pieces(slab, self.parts, (slice(start, end),)):
@@ -160,6 +161,7 @@ class StoredTensor:
         list(self.readers.map(lambda pair: use(*pair), slices))
 
     def _read(self, index: Index | None) -> NDArray[Any]:
+        """Return a slice of the concatenated parts in host memory, None for all of it; several threads read."""
         index = index or (slice(None),)
         start, stop, _ = index[0].indices(self.shape[0])
         inner_shape = self.parts[0][:0, *index[1:]].shape[1:]
@@ -203,6 +205,7 @@ def _blocks(out: NDArray[Any], source: Part) -> Iterator[Piece]:
 
 
 def _copy(piece: Piece) -> None:
+    """Read a part into its target, and drop its mapped pages."""
     to, source = piece
     np.copyto(to, np.asarray(source), casting="unsafe")
     if isinstance(source, MappedArray):

@@ -79,6 +79,7 @@ def checkpoint_tensors(specs: Sequence[TensorRow], params: Params, advice: str) 
 
 
 def _leaf_or_none(params: Params, path: Path) -> Any:
+    """Return the leaf under `path`; None if there is none."""
     try:
         return leaf_at(params, path)
     except (KeyError, IndexError, TypeError):

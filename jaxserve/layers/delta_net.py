@@ -114,4 +114,5 @@ class GatedDelta:
 
 
 def _unit(x: Float32[Array, "T K Dk"]) -> Float32[Array, "T K Dk"]:
+    """Scale the vectors along the last axis to length 1."""
     return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _EPS)

@@ -66,7 +66,7 @@ class KVForm(ABC):
     def select_backend(
         self, backend: str, *, num_query_heads: int, page_size: int | None, kv_dtype: jnp.dtype, platform: str | None
     ) -> str:
-        """Return the backend that serves this form; see `ragged_paged_attention.select_backend`."""
+        """Return the name of the backend that serves these vectors; see `ragged_paged_attention.select_backend`."""
         facts: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "platform": platform}
         return ops.select_backend(backend, kind=self.kind, num_query_heads=num_query_heads, **facts)
 
@@ -98,7 +98,16 @@ class KVForm(ABC):
         *,
         backend: str,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Rotate, write the new tokens to the pool and attend to it."""
+        """Rotate the new tokens, write them to the pool and attend; return outputs and the updated pool.
+
+        Args:
+            new: queries, and the vectors to be stored.
+            rows: the step's rows.
+            kv_pages: a device's pool.
+            layer: the layer's position in the pool.
+            options: scale, window and soft cap.
+            backend: name of the attention backend.
+        """
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,7 @@ class HeadVectors(KVForm):
 
     @property
     def kind(self) -> ops.Heads:
+        """Number and size of KV heads, as the attention kernels take them."""
         return ops.Heads(self.num_kv_heads, self.head_dim)
 
     def attend(
@@ -128,6 +138,10 @@ class HeadVectors(KVForm):
         backend: str,
         num_parts: int | None = None,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
+        """Rotate, write the new keys and values to the pool and attend; see `KVForm.attend`.
+
+        `num_parts` is the number of layers that share the pages, None if none do.
+        """
         assert isinstance(new.v, Array), "only latents have matrices"
         inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope, new.sinks, new.tree_mask)
         return ops.ragged_paged_attention(inputs, kv_pages, layer, options, num_parts=num_parts, backend=backend)
@@ -196,6 +210,7 @@ class PartOfPages(HeadVectors):
         backend: str,
         num_parts: int | None = None,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
+        """Attend in this layer's part of the shared pages; see `KVForm.attend`."""
         rows = rows.with_gathered_table()
         rows = rows._replace(page_table=rows.page_table * self.num_parts + layer % self.num_parts)
         layer //= self.num_parts
@@ -229,6 +244,7 @@ class Latents(KVForm):
         *,
         backend: str,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
+        """Rotate, write the new latents to the pool and attend by MLA; see `KVForm.attend`."""
         assert new.sinks is None, "no family with latents has sinks"
         assert isinstance(new.v, HeadMatrices), "latents are expanded by matrices"
         inputs = MLAInputs(new.q, new.k[:, 0], new.v, rows, new.rope, new.tree_mask)

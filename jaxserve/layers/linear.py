@@ -112,6 +112,7 @@ class Matrix(ABC):
         ends, end_tiles = jnp.cumsum(group_sizes), jnp.cumsum(num_tiles)
 
         def add(tile: Array, y: Array) -> Array:
+            """Multiply one row tile by its group's matrix, and write the results to y."""
             group = jnp.searchsorted(end_tiles, tile, side="right")
             index = tile - (end_tiles[group] - num_tiles[group])
             first = ends[group] - group_sizes[group] + index * tile_rows
@@ -232,6 +233,7 @@ class StackedMatrix(Matrix):
         return grouped_matmul(x, self.stack, group_sizes, layer=self.layer, dtype=dtype, num_shards=num_shards)
 
     def _slice(self) -> Matrix:
+        """Return the layer's matrix, copied from the stack."""
         return as_matrix(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, self.layer, keepdims=False), self.stack))
 
 

@@ -63,7 +63,14 @@ class Heads(NamedTuple):
 def advance(
     heads: Heads, rows: StateRows, memory: Float32[Array, "L N V Dv Dk"], layer: Int[Array, ""]
 ) -> tuple[Float32[Array, "T V Dv"], Float32[Array, "L N V Dv Dk"]]:
-    """Compute a step's tokens in one layer; return their outputs and the updated memory."""
+    """Compute a step's tokens in one layer; return their outputs and the updated memory.
+
+    Args:
+        heads: inputs per token.
+        rows: the step's rows, and their entries in the pool.
+        memory: a device's pool.
+        layer: index among the recurrent layers.
+    """
     out, memory = _single_tokens(heads, rows, memory, layer)
     return (out, memory) if len(out) == 1 else _chunks(heads, rows, out, memory, layer)
 
@@ -83,6 +90,7 @@ def _single_tokens(
         every_entry, num_rows = rows.target[every_row], jnp.sum(is_single)
 
     def compute(index: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Compute iteration `index`: the next `size` one-token rows. `carry` has outputs and memory."""
         out, memory = carry
         row, entry = (lax.dynamic_slice_in_dim(x, index * size, size) for x in (every_row, every_entry))
         is_there = index * size + jnp.arange(size) < num_rows
@@ -105,6 +113,7 @@ def _single_tokens(
 
 
 def _is_single(rows: StateRows) -> Bool[Array, " R"]:
+    """Return a mask of rows with one token and no snapshot."""
     return (rows.q_lens == 1) & (rows.kept_len == 0)
 
 
@@ -140,9 +149,16 @@ def _chunks(
     padded = jax.tree.map(lambda x: jnp.pad(x, ((0, size), *[(0, 0)] * (x.ndim - 1))), heads)
 
     def write(memory: Array, entry: Array, state: Array) -> Array:
+        """Write one layer's state to a pool entry."""
         return lax.dynamic_update_slice(memory, state[None, None], (layer, entry, 0, 0, 0))
 
     def compute(index: Int[Array, ""], carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Compute chunk `index`.
+
+        Args:
+            index: chunk in the order of rows.
+            carry: outputs, memory pool, and the previous chunk's pool entry and state, which are written first.
+        """
         out, memory, entry, before = carry
         memory = write(memory, entry, before)
         row = jnp.sum(index >= ends)
@@ -169,7 +185,13 @@ def _chunks(
 def _chunk(
     heads: Heads, is_there: Bool[Array, " T"], memory: Float32[Array, "V Dv Dk"]
 ) -> tuple[Float32[Array, "T V Dv"], Float32[Array, "V Dv Dk"]]:
-    """Return one chunk's outputs and the updated memory; tokens outside `is_there` change nothing."""
+    """Compute one chunk of T tokens in one row; return their outputs and the updated memory.
+
+    Args:
+        heads: inputs per token.
+        is_there: mask of tokens; others are padding, which changes nothing.
+        memory: state before the chunk.
+    """
     q = jnp.swapaxes(heads.q, 0, 1)
     k, v = (jnp.where(is_there[None, :, None], jnp.swapaxes(x, 0, 1), 0.0) for x in (heads.k, heads.v))
     by_head = jax.tree.map(lambda x: jnp.where(is_there[None, :], x.T, 0.0), (heads.log_decay, heads.rate))
@@ -180,6 +202,7 @@ def _chunk(
     decay = jnp.exp(total)[:, :, None]
 
     def per_value_head(x: Float32[Array, "K T *D"]) -> Float32[Array, "V T *D"]:
+        """Repeat each key head's values for the value heads that it serves."""
         return jnp.repeat(x, V // K, axis=0)
 
     scores, wide_k = per_value_head(_einsum("htk,hsk->hts", q, k)), per_value_head(k)
@@ -208,6 +231,7 @@ def _unit_triangular_inverse(system: Float32[Array, "V T T"]) -> Float32[Array, 
     place = jnp.arange(T)
 
     def merge(level: Int[Array, ""], inverse: Float32[Array, "V T T"]) -> Float32[Array, "V T T"]:
+        """Merge pairs of inverted diagonal blocks with 2 ** `level` rows."""
         block = place >> level
         is_pair = (block[:, None] >> 1) == (block[None, :] >> 1)
         below = jnp.where((is_pair & (block[:, None] > block[None, :]))[None], system, 0.0)

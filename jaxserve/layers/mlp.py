@@ -40,6 +40,7 @@ def geglu(gate_up: Float[Array, "T F2"]) -> Float[Array, "T F"]:
 
 
 def _relu_squared(x: Float[Array, "T F"]) -> Float[Array, "T F"]:
+    """Return the square of ReLU(x)."""
     return jnp.square(jax.nn.relu(x))
 
 

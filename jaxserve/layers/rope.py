@@ -43,7 +43,7 @@ class RopeConfig:
         return int(head_dim * self.fraction)
 
     def check(self, head_dim: int) -> None:
-        """Raise a ConfigError if this rotation does not suit the head size."""
+        """Raise a ConfigError if this rotation does not suit heads with `head_dim` elements."""
         if head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
         num_rotated = self.rotated(head_dim)
@@ -57,7 +57,7 @@ class RopeConfig:
             raise ConfigError(f"{', '.join(wrong)} must have {num_rotated // 2} numbers, got {wrong}")
 
     def frequencies(self, head_dim: int) -> tuple[NDArray[np.float32], float]:
-        """Return one inverse frequency per rotated pair, and the factor on cos and sin."""
+        """Return one inverse frequency per rotated pair, scaled for long contexts, and the factor on cos and sin."""
         dim = self.rotated(head_dim)
         base = np.reciprocal(_periods(self.theta, dim))
         return _SCALINGS[self.kind](base, dict(self.options), self.theta, dim)
@@ -84,6 +84,7 @@ _Scaling = tuple[NDArray[np.float32], float]
 
 
 def _default(freq: NDArray[np.float32], _options: _Options, _theta: float, _dim: int) -> _Scaling:
+    """Return the frequencies unchanged."""
     return freq, 1.0
 
 
@@ -113,6 +114,7 @@ def _yarn(freq: NDArray[np.float32], options: _Options, theta: float, dim: int) 
     factor, trained = options["factor"], options["original_max_position_embeddings"]
 
     def dim_of(turns: float) -> float:
+        """Return the dimension whose wave turns `turns` times over the trained length."""
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = dim_of(options.get("beta_fast") or 32.0), dim_of(options.get("beta_slow") or 1.0)
@@ -122,6 +124,7 @@ def _yarn(freq: NDArray[np.float32], options: _Options, theta: float, dim: int) 
     ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
 
     def magnitude(scale: float) -> float:
+        """Return YaRN's factor on cosines and sines, for an mscale."""
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if options.get("mscale") and options.get("mscale_all_dim"):

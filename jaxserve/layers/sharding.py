@@ -126,6 +126,7 @@ def num_parts(mesh: Mesh | AbstractMesh, axes: MeshAxes | None) -> int:
 
 
 def _more_devices(devices: Sequence[jax.Device], wanted: int) -> str:
+    """Return the advice to simulate `wanted` devices on a CPU, empty for other platforms."""
     on_cpu = devices[0].platform == "cpu"
     return f", or set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} for virtual ones" if on_cpu else ""
 
@@ -155,7 +156,7 @@ def split_axes(axes: Sequence[str | None]) -> MeshAxes | None:
 
 
 def part_of(mesh: Mesh | AbstractMesh, index: int, axes: MeshAxes | None) -> int:
-    """Return which part, counted from 0, mesh device `index` holds if a dimension is split over these mesh axes."""
+    """Return the index of the shard that mesh device `index` holds, if a dimension is split over these mesh axes."""
     places = dict(zip(mesh.axis_names, np.unravel_index(index, mesh.axis_sizes), strict=True))
     names = () if axes is None else (axes,) if isinstance(axes, str) else axes
     part = 0
@@ -180,6 +181,12 @@ def joined(mesh: Mesh, part: Any, larger: Mapping[MeshAxes, Any]) -> Any:
     """
 
     def join(own: jax.ShapeDtypeStruct, *more: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Return an array's global shape and sharding.
+
+        Args:
+            own: shape on one device.
+            more: shapes for the devices in `larger`.
+        """
         axes: list[MeshAxes | None] = [
             next((axes for axes, other in zip(larger, more, strict=True) if other.shape[dim] > size), None)
             for dim, size in enumerate(own.shape)
@@ -191,7 +198,7 @@ def joined(mesh: Mesh, part: Any, larger: Mapping[MeshAxes, Any]) -> Any:
 
 
 def specs_of(tree: Any) -> Any:
-    """Return each array's PartitionSpec."""
+    """Return the tree of PartitionSpecs for a tree of sharded arrays."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
 
 

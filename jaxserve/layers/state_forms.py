@@ -43,9 +43,17 @@ class StateRows(NamedTuple):
 def read_entries(
     pool: Float32[Array, "L N *D"], layer: Int[Array, ""], source: Int[Array, " R"], start: Int[Array, " R"]
 ) -> Float32[Array, "R *D"]:
-    """Return one layer's states from which the rows continue: zeros for rows that start a sequence."""
+    """Return one layer's states from which the rows continue: zeros for rows that start a sequence.
+
+    Args:
+        pool: states by layer and entry.
+        layer: index among the recurrent layers.
+        source: entry of each row.
+        start: number of tokens in the sequence before each row.
+    """
 
     def read() -> Float32[Array, "R *D"]:
+        """Return the source entries."""
         return pool.at[layer, source].get(mode="clip")
 
     if start.shape == (1,):  # a branch, as XLA:CPU would fuse the read of a single row into its later uses

@@ -38,6 +38,7 @@ class StoredRows:
 
     @property
     def num_rows(self) -> int:
+        """Number of matrix rows."""
         return self.array.shape[self.axis]
 
     def take(self, ids: Int[Array, " T"]) -> Shaped[Array, "T columns"]:
@@ -59,7 +60,14 @@ class StoredRows:
 def block(
     dequantize: Dequantize, arrays: Sequence[StoredRows], start: Int[Array, ""], num_rows: int
 ) -> Float[Array, "rows in"]:
-    """Return consecutive matrix rows in floats."""
+    """Return `num_rows` consecutive matrix rows in floats.
+
+    Args:
+        dequantize: function from the same rows in each array to matrix rows.
+        arrays: a quantised matrix's arrays.
+        start: first row.
+        num_rows: number of rows.
+    """
     return dequantize(*(array.block(start, num_rows) for array in arrays))
 
 
@@ -82,6 +90,7 @@ def multiply_by_slabs(
     rows = _slab_rows(num_out, in_size, _SMALL_SLAB if few else _LARGE_SLAB)
 
     def add_slab(index: Array, y: Array) -> Array:
+        """Multiply by slab `index` and write the outputs to y."""
         start = jnp.minimum(index * rows, num_out - rows)
         w = block(dequantize, arrays, start, rows).astype(jnp.float32)
         part = _dot(w, x) if few else _dot(x, w)

@@ -130,7 +130,11 @@ class ArchConfig:
         return dataclasses.replace(self, layers=tuple(layers))
 
     def with_states(self, states: Mapping[int, StateForm]) -> "ArchConfig":
-        """Return the config with recurrent layers."""
+        """Return the config with some layers recurrent.
+
+        Args:
+            states: recurrent states by layer index.
+        """
         layers = (
             dataclasses.replace(layer, mixer=states.get(index, layer.mixer)) for index, layer in enumerate(self.layers)
         )
@@ -194,7 +198,11 @@ class ArchConfig:
         )
 
     def _expert_shards(self, num_shards: int) -> tuple[LayerSpec, ...]:
-        """Return the layers with experts divided into shards."""
+        """Return the layers' specs with experts divided into shards.
+
+        Raises:
+            ConfigError: there are no experts, or `num_shards` does not divide them.
+        """
         if (experts := self.experts) is None:
             raise ConfigError(
                 f"expert_parallel_size must be 1, as {self.architecture} has no experts, got {num_shards}; drop it"
@@ -231,7 +239,7 @@ class ArchConfig:
         return dataclasses.replace(self, layers=tuple(layers))
 
     def layer_options(self, layer: int) -> LayerOptions:
-        """Return a layer's static parameters."""
+        """Return a layer's static parameters, given its index: spec, KV group, token layout in the pool, KV source."""
         spec, layout = self.layers[layer], self.kv_layout
         source = None if spec.state else spec.attention.kv_source
         if source is None and any(each.kv_source == layer for each in self.attention_layers):

@@ -171,6 +171,16 @@ def block(
     def added(
         sublayer: Sublayer, name: str, before: str, x: Array, residual: Array, tokens: TokenContext
     ) -> tuple[Array, TokenContext]:
+        """Apply one sublayer to x and add its outputs to `residual`.
+
+        Args:
+            sublayer: attention, mixer, MLP or experts.
+            name: prefix of its post-norm in `p`.
+            before: its pre-norm in `p`; skipped if absent.
+            x: inputs before the pre-norm.
+            residual: residual stream.
+            tokens: the step's tokens, which the sublayer returns updated.
+        """
         norm = Norm(p[before], arch.norm_eps, layer.norm) if before in p else None
         after = p.get(f"{name}_post_norm")
         if after is None and arch.residual_scale == 1.0:

@@ -37,6 +37,7 @@ def cohere2_arch(config: HfConfig) -> ArchConfig:
 
 
 def _arch(config: HfConfig, **overrides: Any) -> ArchConfig:
+    """Parse the fields that both families have; `overrides` as in `llama.arch`."""
     values = read_fields(config, _FIELDS)
     config = {**config, "rms_norm_eps": values["layer_norm_eps"]}
     if values["model_max_length"] is not None:  # Command R and R+ were trained on fewer positions, and serve more

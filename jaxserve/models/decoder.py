@@ -28,10 +28,10 @@ from jaxserve.pallas_kernels.grouped_matmul import default_matmul_backend
 
 @cache
 def _inner(block: Block, matmul_backend: str) -> Block:
-    """Return the block as an inner jit, which traces layers with equal options once.
+    """Return a family's block as an inner jit, which traces layers with equal options once.
 
     Args:
-        block: a family's layer.
+        block: decoder layer.
         matmul_backend: `default_matmul_backend()` when tracing; only a cache key, as jit does not see this dependency.
     """
     return jax.jit(partial(block), static_argnames="arch")
@@ -153,7 +153,7 @@ def _stacks_in_place(p: Params) -> Params:
 def embed_tokens(
     params: Params, arch: ArchConfig, token_ids: Int[Array, " T"], positions: Int[Array, " T"]
 ) -> Float[Array, "T D"]:
-    """Return the first layer's inputs."""
+    """Return the first layer's inputs: scaled token embeddings, plus learned position embeddings if there are some."""
     # Norms determine the dtype because they are never quantised.
     dtype, ids = jax.tree.leaves(params["final_norm"])[0].dtype, all_tokens(token_ids, arch.token_axis)
     x = local_tokens(embed(ids, params["embed"], dtype=dtype, axis=arch.vocab_axis), arch.token_axis)

@@ -127,6 +127,7 @@ def glm_arch(config: HfConfig) -> ArchConfig:
     num_dense = read_field(config, "first_k_dense_replace", COUNT)
 
     def default(layer: int) -> str:
+        """Return a layer's type, "dense" or "sparse", by its index."""
         return _DENSE if layer < num_dense else _SPARSE
 
     kinds = read_kinds(config, default, (_DENSE, _SPARSE), "mlp_layer_types")
@@ -134,6 +135,13 @@ def glm_arch(config: HfConfig) -> ArchConfig:
 
 
 def _arch(config: HfConfig, dense_layers: Collection[int] | None = None, **routing: Any) -> ArchConfig:
+    """Parse the fields that all these models have.
+
+    Args:
+        config: content of config.json.
+        dense_layers: layers with an MLP; None for the first `first_k_dense_replace` layers.
+        routing: further fields in `Experts`.
+    """
     values = read_fields(config, _FIELDS)
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     if kv_heads not in (None, heads):
@@ -164,6 +172,16 @@ def _arch(config: HfConfig, dense_layers: Collection[int] | None = None, **routi
 
 
 def _experts(config: HfConfig, values: Mapping[str, Any], routing: Mapping[str, Any]) -> Experts:
+    """Read the experts' sizes and routing rules.
+
+    Args:
+        config: content of config.json.
+        values: fields in `_FIELDS`, already read.
+        routing: further fields in `Experts`.
+
+    Raises:
+        ConfigError: the experts cannot be divided into `n_group` groups, or the chosen groups have too few.
+    """
     num_experts, num_groups = values["n_routed_experts"], values["n_group"] or 1
     top_groups = values["topk_group"] or 1
     experts = moe.read_experts(

@@ -24,7 +24,7 @@ from jaxserve.models.params import Params, ParamSpec
 
 
 def own_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a head's config.json with the fields that the speculators library nests merged in.
+    """Return a draft head's config.json, in which the speculators library nests sizes, with these merged in.
 
     Raises:
         ConfigError: `transformer_layer_config` is not an object.
@@ -34,7 +34,7 @@ def own_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_arch(config: Mapping[str, Any], tensors: Collection[str], vocab_size: int) -> ArchConfig:
-    """Parse a head's config.json.
+    """Convert a draft head's config.json to a Llama model with one layer.
 
     Args:
         config: content of config.json.
@@ -55,7 +55,7 @@ def read_arch(config: Mapping[str, Any], tensors: Collection[str], vocab_size: i
 
 
 def param_specs(arch: ArchConfig, *, wide: bool) -> list[ParamSpec]:
-    """Return one row per tensor in the layer; every device holds all tensors.
+    """Return one ParamSpec per tensor in a head's layer; every device holds all tensors.
 
     Args:
         arch: the layer's sizes.
@@ -73,12 +73,12 @@ def param_specs(arch: ArchConfig, *, wide: bool) -> list[ParamSpec]:
 
 
 def following_arch(target: ArchConfig) -> ArchConfig:
-    """Return the sizes of the layer that follows the target's layers, as a one-layer model."""
+    """Return a one-layer model whose layer has the same sizes as the target's last layer, for an MTP layer."""
     return dataclasses.replace(target, layers=target.layers[-1:])
 
 
 def following_specs(arch: ArchConfig, prefix: str) -> list[ParamSpec]:
-    """Return one row per tensor in an MTP layer, which is sharded like the target's layers.
+    """Return one ParamSpec per tensor in an MTP layer, which is sharded like the target's layers.
 
     Args:
         arch: sizes as a one-layer model.
@@ -87,10 +87,12 @@ def following_specs(arch: ArchConfig, prefix: str) -> list[ParamSpec]:
     D = arch.hidden_size
 
     def renamed(spec: ParamSpec) -> ParamSpec:
+        """Return a layer's ParamSpec with the MTP layer's checkpoint names."""
         names = tuple(prefix + name.removeprefix("model.layers.0.") for name in spec.hf_names)
         return dataclasses.replace(spec, hf_names=names)
 
     def norm(name: str, hf_name: str) -> ParamSpec:
+        """Return the ParamSpec for an RMS norm over D elements."""
         return ParamSpec((name,), (D,), (None,), (f"{prefix}{hf_name}.weight",), (D,), "ones")
 
     copies = (f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight")  # copies: the target's own are used
@@ -111,7 +113,7 @@ def block(
     arch: ArchConfig,
     residual: Float[Array, "T D"] | None = None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply the layer; see `decoder.forward`.
+    """Apply a draft head's decoder layer to T tokens; return the hidden states and the updated tokens.
 
     Args:
         p: the layer's parameters.

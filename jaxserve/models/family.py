@@ -72,7 +72,7 @@ class ModelFamily:
         return self.parse({**self.defaults, **config})
 
     def param_specs(self, arch: ArchConfig) -> list[ParamSpec]:
-        """Return one row per tensor."""
+        """Return one ParamSpec per tensor in a model of this family."""
         return decoder_specs(arch, self.names)
 
     @property

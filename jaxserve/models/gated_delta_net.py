@@ -17,7 +17,7 @@ from jaxserve.models.params import Params, ParamSpec
 
 
 def delta_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
-    """Return one row per tensor in a layer's Gated DeltaNet, without the norm before it."""
+    """Return one ParamSpec per tensor in a layer's Gated DeltaNet, without the norm before it."""
     sizes, D = layer.state, arch.hidden_size
     assert isinstance(sizes, GatedDelta), "recurrent layers are Gated DeltaNets here"
     K, V, keys, values = sizes.num_key_heads, sizes.num_value_heads, sizes.key_size, sizes.value_size
@@ -63,7 +63,7 @@ def delta(
     norm: Norm,
     residual: Float[Array, "T D"] | None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply Gated DeltaNet; a sublayer for `models.block`."""
+    """Apply Gated DeltaNet to T tokens; a sublayer for `models.block`."""
     sizes, T, normed = layer.state, x.shape[0], norm(x)
     assert isinstance(sizes, GatedDelta), "recurrent layers are Gated DeltaNets here"
     K, keys, values = sizes.num_key_heads, sizes.key_size, sizes.value_size

@@ -60,6 +60,13 @@ def gemma3_arch(config: HfConfig) -> ArchConfig:
 
 
 def _arch(config: HfConfig, period: int, **overrides: Any) -> ArchConfig:
+    """Parse the fields that Gemma 2 and 3 have.
+
+    Args:
+        config: content of config.json.
+        period: number of layers after which one has full attention.
+        overrides: as in `llama.arch`.
+    """
     values = read_fields(config, _FIELDS)
     arch = llama.arch(
         {**config, "hidden_act": "silu"},  # the activation has another name and value here

@@ -145,7 +145,7 @@ def _read_global_heads(values: Mapping[str, Any], kinds: list[str]) -> HeadVecto
 
 
 def _layer_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
-    """Return a layer's rows that only Gemma 4 has: scalar, router and expert norms, per-layer input."""
+    """Return ParamSpecs for a layer's tensors that only Gemma 4 has: scalar, norms, per-layer input."""
     D, ones = arch.hidden_size, "ones"
     specs = [rows.vector("scalar", None, ["layer_scalar"], [1], ones), *per_layer_embeddings.layer_specs(rows, arch)]
     if layer.experts is not None:

@@ -52,6 +52,7 @@ def _is_kinds(value: object) -> bool:
 
 
 def _is_attention_types(value: object) -> bool:
+    """Return whether a value is a list of pairs [attention types, number of repetitions], as GPT-Neo's config has."""
     return isinstance(value, list) and all(
         isinstance(item, list) and len(item) == 2 and _is_kinds(item[0]) and SIZE.holds(item[1]) for item in value
     )
@@ -90,7 +91,13 @@ def gpt_neo_arch(config: HfConfig) -> ArchConfig:
 
 
 def _arch(config: HfConfig, names: tuple[str, ...], **overrides: Any) -> ArchConfig:
-    """Parse the fields that both families have; `names` are theirs for width, layers, heads, MLP and positions."""
+    """Parse the fields that GPT-2 and GPT-Neo have, and convert them to Llama's.
+
+    Args:
+        config: content of config.json.
+        names: the family's field names for width, layers, heads, MLP size and positions.
+        overrides: as in `llama.arch`.
+    """
     width, layers, heads, inner, positions = names
     sizes = {width: SIZE, layers: SIZE, heads: SIZE, inner: SIZE.or_null(), positions: SIZE}
     values = read_fields(config, {**_FIELDS, **sizes})

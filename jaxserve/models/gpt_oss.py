@@ -47,7 +47,7 @@ def arch(config: HfConfig) -> ArchConfig:
 
 
 def _moe_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
-    """Return rows for a layer's router and experts; a tensor has all experts, [E, in, out] unless quantised.
+    """Return ParamSpecs for a layer's router and experts; a tensor has all experts, [E, in, out] unless quantised.
 
     Gate and up projection rows alternate, on devices too.
     """

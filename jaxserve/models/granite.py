@@ -71,6 +71,7 @@ def granite_swa_arch(config: HfConfig) -> ArchConfig:
     arch = granite_arch(config)
 
     def is_thetas(value: object) -> bool:
+        """Return whether a value has a RoPE base, or 0 for NoPE, for each layer."""
         if not isinstance(value, list) or len(value) != arch.num_layers:
             return False
         return all(theta == 0 or POSITIVE.holds(theta) for theta in value)

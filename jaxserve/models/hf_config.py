@@ -43,7 +43,7 @@ _read: ContextVar[set[str] | None] = ContextVar("read", default=None)
 
 @contextmanager
 def noting_fields() -> Iterator[set[str]]:
-    """Collect the names of all fields that are read inside the context, in the set that it yields."""
+    """Yield a set to which the name of each field is added that is read inside the context."""
     names: set[str] = set()
     token = _read.set(names)
     try:
@@ -68,6 +68,7 @@ def read_field(config: HfConfig, name: str, kind: FieldType) -> Any:
 
 
 def read_num_layers(config: HfConfig) -> int:
+    """Return `num_hidden_layers`; ConfigError if it is absent or malformed."""
     return int(read_field(config, "num_hidden_layers", SIZE))
 
 
@@ -110,7 +111,14 @@ _ROPE_FIELDS = {
 
 
 def _same_for_all(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the RoPE parameters; newer files may repeat them per layer type, all equal."""
+    """Return one table with RoPE parameters.
+
+    Args:
+        raw: RoPE parameters, or in newer files one table per layer type.
+
+    Raises:
+        ConfigError: layer types have different parameters.
+    """
     by_kind = {name: value for name, value in raw.items() if name.endswith("_attention")}
     if not by_kind:
         return raw

@@ -63,12 +63,14 @@ class KVLayout:
         return self.pool if kind is None else self._form(kind)
 
     def _form(self, kind: _Kind) -> KVForm:
+        """Return the token layout for layers with these properties: a part of a page if their heads are smaller."""
         if not isinstance(self.pool, MixedHeads) or kind.kv != self.pool.smaller:
             return kind.kv
         return PartOfPages(self.pool.smaller.num_kv_heads, self.pool.smaller.head_dim, kind.num_parts)
 
     @cached_property
     def _groups(self) -> list[_Kind]:
+        """Properties of each KV group's layers, by group."""
         kinds = {layer.group: layer.kind for layer in self.layers if layer.kind is not None}
         return [kinds[group] for group in sorted(kinds)]
 
@@ -97,7 +99,7 @@ class KVLayout:
 def lay_out(
     layers: Sequence[LayerSpec], *, num_devices: int, period: int | None, has_one_group: bool = False
 ) -> KVLayout:
-    """Return each device's pool layout.
+    """Assign each layer a KV group and a position in the KV pool.
 
     Args:
         layers: layer specs.
@@ -157,13 +159,13 @@ def _group(kinds: Sequence[_Kind | None], period: int | None, num_recurrent: Seq
 
 
 def _source(layers: Sequence[LayerSpec], layer: int) -> int:
-    """Return the layer whose keys and values a layer reads."""
+    """Return the index of the layer whose keys and values a layer reads: its own index unless it shares KV."""
     source = None if layers[layer].state else layers[layer].attention.kv_source
     return layer if source is None or source < 0 else source
 
 
 def _kinds(layers: Iterable[LayerSpec], num_devices: int) -> list[_Kind | None]:
-    """Return each layer's kind; None without a group."""
+    """Return each layer's properties by which KV groups are made; None for layers that keep no keys and values."""
     mixers = [layer.attention if layer.keeps_tokens else None for layer in layers]
     sizes = {mixer.kv: _token_size(mixer.kv, num_devices) for mixer in mixers if mixer is not None}
     largest = max(sizes.values())
@@ -188,7 +190,13 @@ def check_sizes(layers: Iterable[LayerSpec], num_devices: int) -> None:
 
 
 def filled_period(layers: Sequence[LayerSpec], period: int, num_devices: int) -> int:
-    """Return the first multiple of the period that fills whole pages; the period if the multiple would not repeat."""
+    """Return the first multiple of a period that fills whole pages; the period if the multiple would not repeat.
+
+    Args:
+        layers: layer specs.
+        period: number of layers after which specs repeat.
+        num_devices: devices that divide the heads.
+    """
     counts = Counter(kind.num_parts for kind in _kinds(layers, num_devices)[:period] if kind is not None)
     factor = math.lcm(*(num_parts // math.gcd(num_parts, count) for num_parts, count in counts.items()))
     return factor * period if 2 * factor * period <= len(layers) else period

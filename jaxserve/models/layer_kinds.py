@@ -54,7 +54,12 @@ def read_kinds(
 
 
 def layer_windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Return each layer's window, by its type."""
+    """Return the sliding window of each layer, None for full attention.
+
+    Args:
+        kinds: each layer's type.
+        window: window in layers with sliding attention.
+    """
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
@@ -81,7 +86,7 @@ def same_windows(config: HfConfig) -> tuple[int | None, ...]:
 
 
 def by_kind(config: HfConfig, local_theta: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two copies of config.json: one with only full attention's RoPE, one with only sliding attention's.
+    """Split RoPE parameters by layer type: return a config.json for full attention and one for sliding attention.
 
     Newer files specify RoPE by layer type; in older files scaling only applies to layers without a window.
 

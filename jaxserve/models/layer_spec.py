@@ -96,7 +96,7 @@ class AttentionSpec:
 
     @property
     def mla_sizes(self) -> tuple[MlaSizes, int, int]:
-        """`mla`, the latent rank and the rotated elements per head."""
+        """MLA sizes: `mla`, the latent rank, and the rotated elements per head."""
         assert self.mla is not None, "the layer has MLA"
         assert isinstance(self.kv, Latents), "MLA keeps latents"
         return self.mla, self.kv.rank, self.kv.rope_dim
@@ -108,7 +108,7 @@ class AttentionSpec:
 
     @property
     def options(self) -> AttentionOptions:
-        """Kernel options."""
+        """Scale, window and soft cap as the attention kernels take them."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return AttentionOptions(scale, self.window, self.soft_cap)
 

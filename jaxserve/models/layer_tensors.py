@@ -40,7 +40,7 @@ class MoeNames:
 
 
 class Rows(NamedTuple):
-    """Constructor for the rows in a layer, or outside the layers.
+    """Builder of ParamSpecs for the tensors in a layer, or outside the layers.
 
     Attributes:
         path: the layer's keys in the parameter tree.
@@ -96,7 +96,14 @@ class Rows(NamedTuple):
         return self.tensor(name, (axis,), hf_names, sizes, init=init, **fields)
 
     def norm(self, name: str, hf_name: str | None, size: int, parts: Collection[str] = ()) -> list[ParamSpec]:
-        """Return a norm's rows: an array, or a row per part; none without a name."""
+        """Return the ParamSpecs for a norm over `size` elements.
+
+        Args:
+            name: key in the parameter tree.
+            hf_name: checkpoint module; None if the family lacks the norm.
+            size: number of elements.
+            parts: "weight" and perhaps "bias" for a tree with these; empty for an array.
+        """
         if hf_name is None:
             return []
         if not parts:
@@ -105,7 +112,15 @@ class Rows(NamedTuple):
         return [rows.vector(part, None, [f"{hf_name}.{part}"], [size], inits[part]) for part in parts]
 
     def head_norm(self, name: str, hf_name: str, num_heads: int, head_dim: int, kind: QkNorm) -> ParamSpec:
-        """Return the row for a query or key norm."""
+        """Return the ParamSpec for a query or key norm.
+
+        Args:
+            name: key in the parameter tree.
+            hf_name: checkpoint module.
+            num_heads: query or KV heads.
+            head_dim: elements per head.
+            kind: see `AttentionSpec.qk_norm`.
+        """
         if kind == "shared":
             return self.vector(name, None, [f"{hf_name}.weight"], [head_dim], self.norm_init)
         if kind == "whole":
@@ -185,7 +200,12 @@ LLAMA = TensorNames()
 
 
 def decoder_specs(arch: ArchConfig, names: TensorNames) -> list[ParamSpec]:
-    """Return one row per tensor in a model whose checkpoints use `names`."""
+    """Return one ParamSpec per tensor in a model.
+
+    Args:
+        arch: the model.
+        names: the family's tensors in checkpoints.
+    """
     D, V = arch.hidden_size, arch.vocab_size
     top = Rows((), "", names.norm_init)
     specs = [top.matrix("embed", ("vocab", "embed"), [names.embed], [V], D)]
@@ -217,6 +237,7 @@ def decoder_specs(arch: ArchConfig, names: TensorNames) -> list[ParamSpec]:
 
 
 def _attention_specs(rows: Rows, attention: AttentionSpec, names: TensorNames, D: int) -> list[ParamSpec]:
+    """Return the ParamSpecs for a layer's attention, without the norm before it; D is the hidden size."""
     Q, K, H = attention.num_heads, attention.num_kv_heads, attention.head_dim
     hf_names = names.qkv
     heads: tuple[int, ...] = (Q, K, K)
@@ -247,6 +268,7 @@ def _attention_specs(rows: Rows, attention: AttentionSpec, names: TensorNames, D
 
 
 def _mlp_specs(rows: Rows, mlp: MlpSpec, names: TensorNames, D: int) -> list[ParamSpec]:
+    """Return the ParamSpecs for a layer's MLP, without the norm before it; D is the hidden size."""
     name, F, gate_up = "gate_up" if len(names.gate_up) > 1 else "up", mlp.ffn_size, names.gate_up
     sizes, is_swiglu = [F] * len(gate_up), mlp.activation == "swiglu"
     specs = [
@@ -260,6 +282,7 @@ def _mlp_specs(rows: Rows, mlp: MlpSpec, names: TensorNames, D: int) -> list[Par
 
 
 def _moe_specs(rows: Rows, experts: Experts, names: MoeNames, arch: ArchConfig) -> list[ParamSpec]:
+    """Return the ParamSpecs for a layer's router, experts and shared experts."""
     D, E, F, S = arch.hidden_size, experts.num_experts, experts.ffn_size, experts.shared_ffn_size
     specs = [rows.matrix("router", (None, "embed"), [names.router], [E], D, exact=True)]
     parts = {"experts_gate_up": names.parts[:2], "experts_down": names.parts[2:]}
@@ -286,4 +309,5 @@ def _moe_specs(rows: Rows, experts: Experts, names: MoeNames, arch: ArchConfig) 
 
 
 def _is_quantised(hf_name: str, arch: ArchConfig) -> bool:
+    """Return whether the checkpoint tensor is quantised."""
     return arch.schemes is not None and arch.schemes.for_tensor(hf_name) is not None

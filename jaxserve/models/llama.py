@@ -99,6 +99,7 @@ def arch(
     mlp = MlpSpec(values["intermediate_size"], values["mlp_bias"] if mlp_bias is None else mlp_bias, activation)
 
     def layer(index: int, window: int | None) -> LayerSpec:
+        """Return the spec for layer `index`, with experts unless it is dense."""
         mixer = AttentionSpec(**attention, window=window)
         if experts is None or index in dense_layers:
             return LayerSpec(mixer, mlp)

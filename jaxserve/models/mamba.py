@@ -25,6 +25,7 @@ _INFINITY = {"__float__": "Infinity"}  # infinity as transformers writes it
 
 
 def _is_limit(value: object) -> bool:
+    """Return whether a value has a minimum and a maximum time step, in which infinity may be an object."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
     low, high = map(_number, value)
@@ -32,6 +33,7 @@ def _is_limit(value: object) -> bool:
 
 
 def _number(value: Any) -> Any:
+    """Convert infinity as transformers writes it to a float; return any other value unchanged."""
     return math.inf if value == _INFINITY else value
 
 
@@ -90,7 +92,7 @@ def read_mamba(config: Mapping[str, Any]) -> Mamba:
 
 
 def mamba_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
-    """Return one row per tensor in Mamba-2, without the norm before it."""
+    """Return one ParamSpec per tensor in a layer's Mamba-2, without the norm before it."""
     sizes, D = layer.state, arch.hidden_size
     assert isinstance(sizes, Mamba), "recurrent layers are Mamba-2 here"
     H, G, inner, shared = sizes.num_heads, sizes.num_groups, sizes.inner_size, sizes.group_size
@@ -130,7 +132,7 @@ def mamba(
     norm: Norm,
     residual: Float[Array, "T D"] | None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply Mamba-2; a sublayer for `models.block`."""
+    """Apply Mamba-2 to T tokens; a sublayer for `models.block`."""
     sizes = layer.state
     assert isinstance(sizes, Mamba), "recurrent layers are Mamba-2 here"
     projected = linear(norm(x), p["in_proj"], tokens, bias=p.get("in_bias"))
@@ -147,7 +149,7 @@ def mamba(
 
 
 def _group_norm(x: Float32[Array, "T inner"], sizes: Mamba, arch: ArchConfig) -> Float32[Array, "T inner"]:
-    """Apply the RMS norm to each group, over all its heads, including the heads on other devices."""
+    """Divide each head group by its root mean square, over all its heads, including the heads on other devices."""
     T, G, shards = len(x), sizes.num_groups, sizes.num_group_shards
     groups = x.reshape(T, G, -1)
     squares = jnp.sum(jnp.square(groups), axis=2)

@@ -35,6 +35,7 @@ def arch(config: HfConfig) -> ArchConfig:
 
 
 def _arch(config: HfConfig, windows: tuple[int | None, ...]) -> ArchConfig:
+    """Parse the fields that Mistral and Ministral 3 have, given each layer's sliding window."""
     return llama.arch(config, windows=windows, qkv_bias=False, o_bias=False, mlp_bias=False)
 
 

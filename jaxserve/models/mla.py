@@ -23,7 +23,7 @@ _INNER_EPS = 1e-6  # for norms between two matrices, whatever the model's epsilo
 
 
 def attention_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
-    """Return one row per tensor in MLA, without the norm before it; `q_a_proj` precedes `q_proj` in some models."""
+    """Return one ParamSpec per tensor in MLA, without the norm before it; some models have `q_a_proj` too."""
     attention, D, down = layer.attention, arch.hidden_size, (None, "embed")
     mla, rank, rope_dim = attention.mla_sizes
     Q, q_rank = attention.num_heads, mla.q_rank
@@ -32,6 +32,7 @@ def attention_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[Para
     def matrix(
         name: str, hf_name: str, axes: tuple[str | None, str], size: int, inner: int, **fields: Any
     ) -> ParamSpec:
+        """Return the ParamSpec for a matrix [size, inner] in the attention module."""
         return rows.matrix(name, axes, [f"self_attn.{hf_name}"], [size], inner, **fields)
 
     heads: dict[str, Any] = {"axes": ("heads", "embed"), "heads": (Q,)}
@@ -66,7 +67,7 @@ def attention(
     norm: Norm,
     residual: Float[Array, "T D"] | None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply MLA; a sublayer for `models.block`."""
+    """Apply MLA to T tokens; a sublayer for `models.block`."""
     (latent, rank, _), Q = layer.attention.mla_sizes, layer.attention.num_heads
     by_head = as_matrix(p["kv_b_proj"]).dense().reshape(Q, -1, rank)
     to_keys, to_values = jnp.split(by_head, [latent.nope_dim], axis=1)
@@ -81,6 +82,7 @@ def attention(
 
 
 def _queries(p: Params, normed: Float[Array, "T D"], tokens: TokenContext, num_heads: int) -> Float[Array, "T Q H"]:
+    """Return all heads' queries for normed inputs, projected by one matrix or by two of low rank."""
     if "q_a_proj" not in p:
         q = linear(normed, p["q_proj"], tokens)
     else:

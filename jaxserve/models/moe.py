@@ -37,6 +37,7 @@ _QWEN3_DEFAULTS = {
 
 
 def _is_layers(value: object) -> bool:
+    """Return whether a value is a list of layer indices."""
     return isinstance(value, list) and all(COUNT.holds(layer) for layer in value)
 
 
@@ -128,6 +129,7 @@ def qwen2_arch(config: HfConfig) -> ArchConfig:
     values = read_fields(config, _QWEN2_FIELDS)
 
     def default(layer: int) -> str:
+        """Return a layer's attention type by its index."""
         return FULL if layer % 2 or layer >= values["max_window_layers"] else SLIDING
 
     windows = read_windows(config, default, has_switch=True)
@@ -153,7 +155,7 @@ def _qwen_arch(config: HfConfig, *, has_shared: bool = False, **overrides: Any) 
 
 
 def dense_layers(config: HfConfig) -> frozenset[int]:
-    """Read which layers have an MLP instead of experts."""
+    """Return the layers with an MLP instead of experts, from `decoder_sparse_step` and `mlp_only_layers`."""
     values = read_fields(config, _SPARSE_FIELDS)
     step, only = values["decoder_sparse_step"], values["mlp_only_layers"] or []
     return frozenset(layer for layer in range(values["num_hidden_layers"]) if layer in only or (layer + 1) % step)

@@ -139,6 +139,7 @@ def matrix_transform(
     is_multiplied = multiplied(specs)
 
     def transform(spec: ParamSpec, tensor: StoredTensor) -> Any:
+        """Return the parameter for one tensor: its shards converted to its weight format and joined."""
         own = form.at(spec) or plain.FORMAT
         if own is plain.FORMAT:
             tensor = dataclasses.replace(tensor, dtype=spec.dtype(tensor.dtype, matrix_dtype))
@@ -159,7 +160,7 @@ def matrix_transform(
 
 
 def multiplied(specs: Sequence[ParamSpec]) -> Callable[[ParamSpec], bool]:
-    """Return a predicate for the tensors that matmuls read, which can be packed for native kernels."""
+    """Return a predicate for ParamSpecs: True for tensors that matmuls read, which can be packed for native kernels."""
     tied = all(spec.path != ("lm_head",) for spec in specs)
     looked_up = ((LAYER_EMBED,),) if tied else ((LAYER_EMBED,), ("embed",))  # tables that no matmul reads
     return lambda spec: spec.is_matrix and not spec.is_array and spec.path not in looked_up
@@ -186,6 +187,7 @@ def unsplit(specs: Sequence[ParamSpec], params: Params) -> Params:
     """
 
     def leaf(spec: ParamSpec) -> Any:
+        """Return a tensor's array, or a view that reads whole rows from the devices."""
         array = leaf_at(params, spec.path)
         if isinstance(array, Array) and isinstance(array.sharding, NamedSharding) and spec.split_dimension == 0:
             return _Unsplit(spec, array, array.sharding.mesh)
@@ -244,7 +246,7 @@ def _rows_held(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NDArray[np.int64]:
 
 
 def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:
-    """Yield the shard that each device in this process reads; the last shards are padded with zeros."""
+    """Yield a tensor's shard, unread, for each of this process's devices; the last are padded with zero rows."""
     devices = list(sharding.mesh.devices.flat)
     all_slices = [_device_slices(spec, tensor.parts, index, sharding.mesh) for index in range(len(devices))]
     num_rows = sum(map(len, all_slices[0][0]))
@@ -277,13 +279,21 @@ def _device_slices(
 
 
 def _slice(size: int, index: int) -> slice:
+    """Return slice number `index` among slices with `size` elements."""
     return slice(index * size, (index + 1) * size)
 
 
 def _join(shards: Sequence[Any], axes: Sequence[tuple[str | None, ...]], mesh: Mesh | AbstractMesh) -> Any:
-    """Join trees with local arrays, one per device, to a tree with global arrays; static fields are one device's."""
+    """Join the devices' trees of local arrays to one tree of global arrays; static fields are one device's.
+
+    Args:
+        shards: one tree per device.
+        axes: logical axes of each leaf.
+        mesh: mesh over the devices.
+    """
 
     def join(parts: Sequence[Array], axes: tuple[str | None, ...]) -> Array:
+        """Return the global array for one leaf, from each device's array."""
         shape = whole_shape(mesh, parts[0].shape, axes)
         return jax.make_array_from_single_device_arrays(shape, named_sharding(mesh, axes), parts)
 
@@ -322,6 +332,7 @@ def stack_layers(
     num_scanned = len(layers) // period * period
 
     def stack_alike(alike: list[Params]) -> Params:
+        """Return one layer's tree with arrays stacked over layers with equal specs, which lose their tensors."""
         return {name: jax.tree.map(stack, *[layer.pop(name) for layer in alike]) for name in list(alike[0])}
 
     periodic = tuple(stack_alike(layers[index:num_scanned:period]) for index in range(period))

@@ -16,7 +16,7 @@ from jaxserve.models.params import LAYER_EMBED, LAYER_PROJECTION, Params, ParamS
 
 
 def table_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return rows for the embedding table and for the projection that is added to its vectors."""
+    """Return ParamSpecs for the embedding table, and for the projection that is added to its vectors."""
     if (inputs := arch.per_layer_embeddings) is None:
         return []
     rows, size = Rows((), "model."), arch.num_layers * inputs.size
@@ -29,7 +29,7 @@ def table_specs(arch: ArchConfig) -> list[ParamSpec]:
 
 
 def layer_specs(rows: Rows, arch: ArchConfig) -> list[ParamSpec]:
-    """Return rows for a layer's gate and projection."""
+    """Return ParamSpecs for a layer's gate, projection and norm of its per-layer inputs."""
     if (inputs := arch.per_layer_embeddings) is None:
         return []
     D, size = arch.hidden_size, inputs.size
@@ -58,6 +58,14 @@ def read(
 def add(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, inputs: Float[Array, "T size"], eps: float
 ) -> Float[Array, "T D"]:
-    """Gate a layer's inputs by x, project and norm them, and add them to x."""
+    """Gate a layer's inputs [T, size] by x, project and norm them, and return x plus the result.
+
+    Args:
+        p: the layer's parameters.
+        x: residual stream.
+        tokens: the step's tokens.
+        inputs: per-layer inputs from `read`.
+        eps: the norm's epsilon.
+    """
     gate = jax.nn.gelu(linear(x, p["layer_input_gate"], tokens), approximate=True)
     return x + rms_norm(linear(gate * inputs, p["layer_input_proj"], tokens), p["layer_input_post_norm"], eps)

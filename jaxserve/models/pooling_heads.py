@@ -31,6 +31,7 @@ def is_bare(config: Mapping[str, Any]) -> bool:
 
 
 def _name(config: Mapping[str, Any]) -> str:
+    """Return the first architecture in a config.json, or an empty string."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
@@ -102,7 +103,7 @@ def pooling_arch(arch: ArchConfig, pooler: Pooler) -> ArchConfig:
 
 
 def pooling_specs(arch: ArchConfig, specs: list[ParamSpec]) -> list[ParamSpec]:
-    """Return the rows for a pooling model: without an LM head, with a classification head if it has labels."""
+    """Return a pooling model's ParamSpecs, given its decoder's: no LM head, and a classifier if it has labels."""
     if arch.pooler is None:
         return specs
     unread = tuple(f"{module}.{name}" for module in HEADS for name in ("weight", "bias"))

@@ -138,11 +138,12 @@ def _described(config: Mapping[str, Any]) -> str:
 
 
 def family(arch: ArchConfig) -> ModelFamily:
+    """Return the family that computes a model."""
     return FAMILIES[arch.architecture]
 
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return one row per tensor."""
+    """Return one ParamSpec per tensor in a model."""
     return pooling_heads.pooling_specs(arch, family(arch).param_specs(arch))
 
 

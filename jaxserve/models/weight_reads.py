@@ -28,7 +28,7 @@ class WeightReads(NamedTuple):
     def from_params(
         cls, params: Params, specs: Sequence[ParamSpec], num_bytes: Callable[[Any], int], *, has_logits: bool = True
     ) -> "WeightReads":
-        """Count the bytes.
+        """Count the weight bytes that steps read.
 
         Args:
             params: parameters; layers may be stacked.

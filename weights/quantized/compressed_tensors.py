@@ -61,6 +61,7 @@ def _is_attention(group: Mapping[str, Any]) -> bool:
 
 
 def _is_class(target: str) -> bool:
+    """Return whether a target is a class name, such as Linear."""
     return target[:1].isupper() and "." not in target
 
 
@@ -77,6 +78,12 @@ def _pattern(target: str) -> str:
 
 
 def _scheme(group: Mapping[str, Any], format_name: str | None) -> Scheme:
+    """Return the scheme for a group in `config_groups`; CheckpointError if it is not supported.
+
+    Args:
+        group: weights, activations and targets.
+        format_name: the group's or the checkpoint's format.
+    """
     weights, inputs = group.get("weights"), group.get("input_activations")
     where = f"{', '.join(group['targets'])} (compressed-tensors {format_name})"
     if not weights:
@@ -120,7 +127,14 @@ def _scheme(group: Mapping[str, Any], format_name: str | None) -> Scheme:
 
 
 def _scale_block(strategy: str, group_size: int, weights: Mapping[str, Any], where: str) -> tuple[int, int | None]:
-    """Return the numbers of rows and columns that share a scale; None for all columns."""
+    """Return the number of rows and of columns that share a scale; None for all columns.
+
+    Args:
+        strategy: "tensor", "channel", "group", "tensor_group" or "block".
+        group_size: columns per group; -1 for all.
+        weights: the group's weight settings.
+        where: modules, for the error.
+    """
     if strategy in ("group", "tensor_group"):
         return 1, None if group_size == -1 else int(group_size)
     if strategy == "block":
@@ -133,6 +147,7 @@ def _scale_block(strategy: str, group_size: int, weights: Mapping[str, Any], whe
 
 
 def _activation(inputs: Mapping[str, Any] | None, where: str) -> Activation | None:
+    """Return the activation scheme in `input_activations`, None without one; `where` names modules for the error."""
     if not inputs:
         return None
     elements, symmetric = _ACTIVATIONS.get((inputs["type"], inputs["num_bits"])), inputs.get("symmetric", True)

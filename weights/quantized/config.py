@@ -63,6 +63,7 @@ def _has_kv_scales(config: Mapping[str, Any]) -> bool:
 
 
 def _fp8(config: Mapping[str, Any]) -> Schemes:
+    """Return the schemes in DeepSeek's fp8 format."""
     if (elements := config.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
         raise CheckpointError(f"the fmt of fp8 checkpoints must be 'e4m3', got {elements!r}")
     block, activations = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
@@ -93,6 +94,7 @@ def _left_out(name: str) -> Rule:
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Schemes:
+    """Return the schemes in gpt-oss' format."""
     tensors: Suffixes = (("elements", "_blocks"), ("scale", "_scales"))
     scheme = Scheme("mxfp4", "e2m1", "nibbles", tensors, 32, scale_dtype=E8M0, stacked=True)
     ignored = [Rule(_glob(name), None) for name in config.get("modules_to_not_convert") or ()]
@@ -103,6 +105,7 @@ def _mxfp4(config: Mapping[str, Any]) -> Schemes:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Schemes:
+    """Return the schemes in ModelOpt's formats: one for all modules, or one per listed module."""
     config = {**config, **(config.get("quantization") or {})}
     names = [*(config.get("exclude_modules") or ()), *(config.get("ignore") or ())]
     ignored = [Rule(_glob(name), None) for name in names]
@@ -124,6 +127,13 @@ def _glob(name: str) -> str:
 
 
 def _modelopt_scheme(algorithm: str, config: Mapping[str, Any], where: str) -> Scheme:
+    """Return the scheme for one of ModelOpt's algorithms.
+
+    Args:
+        algorithm: `quant_algo`.
+        config: settings for all modules, or for one.
+        where: modules, for the error.
+    """
     algorithm = algorithm.upper()  # ModelOpt writes some names in lower case
     name = f"modelopt {algorithm}"
     if algorithm == "FP8":
@@ -160,6 +170,7 @@ _INT4_SCALED: Suffixes = (("elements", "qweight"), ("scale", "scales"), ("zero",
 
 
 def _gptq(config: Mapping[str, Any]) -> Schemes:
+    """Return the schemes in GPTQ's format: exceptional modules first, then all others."""
     version = str(config.get("checkpoint_format") or "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise CheckpointError(f"the checkpoint_format of GPTQ must be 'gptq' or 'gptq_v2', got {version!r}")
@@ -183,7 +194,12 @@ def _inside_blocks(config: Mapping[str, Any], scheme: Scheme) -> list[Rule]:
 
 
 def _changed(config: Mapping[str, Any], scheme: Callable[[Mapping[str, Any], str], Scheme]) -> list[Rule]:
-    """Return AutoRound's rules for exceptional modules: first names, then name patterns."""
+    """Return the rules for modules with settings of their own in AutoRound's config: first names, then name patterns.
+
+    Args:
+        config: quantization_config.
+        scheme: function from a module's settings and name to its scheme.
+    """
     names, patterns = list[Rule](), list[Rule]()
     for name, changes in (config.get("extra_config") or {}).items():
         merged = {**config, **changes}
@@ -197,6 +213,7 @@ def _changed(config: Mapping[str, Any], scheme: Callable[[Mapping[str, Any], str
 
 
 def _gptq_scheme(config: Mapping[str, Any], where: str, version: str) -> Scheme:
+    """Return GPTQ's scheme for these settings; `where` names modules for the error."""
     elements = _int_elements("GPTQ", config, (4, 8), where)
     group = _group(config)
     tensors = (*_INT4_SCALED, ("order", "g_idx")) if config.get("desc_act") and group is not None else _INT4_SCALED
@@ -204,6 +221,7 @@ def _gptq_scheme(config: Mapping[str, Any], where: str, version: str) -> Scheme:
 
 
 def _awq(config: Mapping[str, Any]) -> Schemes:
+    """Return the schemes in AWQ's format: exceptional modules first, then all others."""
     version = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
     if (version := str(version).lower()) != "gemm":
         raise CheckpointError(f"the version of AWQ must be 'gemm', got {version!r}")
@@ -214,10 +232,12 @@ def _awq(config: Mapping[str, Any]) -> Schemes:
 
 
 def _awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
+    """Return AWQ's scheme for these settings; `where` names modules for the error."""
     return Scheme("awq", _int_elements("AWQ", config, (4,), where), "awq", _INT4_SCALED, _group(config))
 
 
 def _auto_round(config: Mapping[str, Any]) -> Schemes:
+    """Return the schemes in AutoRound's format, which packs elements as GPTQ or AWQ does."""
     packing = str(config.get("packing_format", ""))
     if packing not in ("auto_round:auto_gptq", "auto_round:auto_awq"):
         raise CheckpointError(
@@ -228,6 +248,7 @@ def _auto_round(config: Mapping[str, Any]) -> Schemes:
 
 
 def _int_elements(tool: str, config: Mapping[str, Any], allowed: Sequence[int], where: str) -> Elements:
+    """Return the element type for a tool's number of bits; CheckpointError if it is not among `allowed`."""
     bits = config.get("bits", config.get("w_bit", 4))
     if bits not in allowed:
         raise refusal(f"weights of {tool} must have {' or '.join(map(str, allowed))} bits", f"{bits} bits", where)
@@ -235,6 +256,7 @@ def _int_elements(tool: str, config: Mapping[str, Any], allowed: Sequence[int], 
 
 
 def _group(config: Mapping[str, Any]) -> int | None:
+    """Return the number of columns that share a scale; None for all."""
     size = int(config.get("group_size", config.get("q_group_size", 128)))
     return None if size == -1 else size
 
@@ -257,6 +279,7 @@ GGUF_SCHEMES: Mapping[str, Scheme] = {
 
 
 def _gguf(config: Mapping[str, Any]) -> Schemes:
+    """Return the schemes for modules that `gguf_store` lists by type."""
     rules = []
     for type_name, names in config["types"].items():
         if type_name not in GGUF_SCHEMES:

@@ -145,10 +145,12 @@ def _awq_nibbles(tensor: Any, packed: Bounds, other: Bounds) -> NDArray[np.uint8
 
 
 def _signed(unsigned: NDArray[np.uint8]) -> NDArray[np.int8]:
+    """Return bytes from 0 to 255 as signed ones, 128 lower."""
     return (unsigned ^ 0x80).view(np.int8)
 
 
 def _bits(scheme: Scheme) -> int:
+    """Return the number of bits per element."""
     return 4 if scheme.is_packed else 8
 
 
@@ -158,4 +160,5 @@ def _covering(bounds: Bounds, size: int) -> Bounds:
 
 
 def _read(tensor: Any, rows: Bounds, columns: Bounds) -> NDArray[Any]:
+    """Return a copy of some rows and columns."""
     return read(tensor[slice(*rows), slice(*columns)])

@@ -182,6 +182,7 @@ def quantized_view(
 
 
 def _stored_name(name: str, tensors: Collection[str]) -> str:
+    """Return a tensor's name in the checkpoint, which may be transformers' other name for it."""
     module, _, suffix = name.rpartition(".")
     other = f"{module}.{_OTHER_NAMES.get(suffix, suffix)}"
     return other if name not in tensors and other in tensors else name
@@ -228,6 +229,7 @@ def _unstacked(name: str, tensors: Mapping[Role, Any]) -> dict[Role, Any]:
 
 
 def _part(name: str, scheme: Scheme, tensors: Mapping[Role, Any]) -> QuantizedPart:
+    """Return a module's matrix, all rows and columns; CheckpointError if its elements contradict the scheme."""
     dtype = np.dtype(tensors["elements"].dtype)
     if dtype not in (allowed := element_dtypes(scheme)):
         names = " or ".join(sorted(map(str, allowed)))
@@ -240,6 +242,7 @@ def _part(name: str, scheme: Scheme, tensors: Mapping[Role, Any]) -> QuantizedPa
 
 
 def _check_shapes(part: QuantizedPart, names: Mapping[Role, str]) -> None:
+    """Raise a CheckpointError if tensors contradict the scheme's shapes; `names` are their names by role."""
     for role, allowed in other_shapes(part.scheme, part.whole).items():
         if role in names and (got := tuple(part.tensors[role].shape)) not in allowed:
             raise CheckpointError(

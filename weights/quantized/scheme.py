@@ -173,4 +173,5 @@ class Schemes:
         return [f"{TEXT_PART}{name}", f"{first}.{TEXT_PART}{rest}" if dot else name]
 
     def _first(self, names: Sequence[str]) -> Scheme | None:
+        """Return the scheme in the first rule that matches one of the names; None if none does."""
         return next((rule.scheme for rule in self.rules if any(map(rule.matches, names))), None)

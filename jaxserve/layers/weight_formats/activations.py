@@ -81,7 +81,14 @@ def _scales_of_tokens(
 def _scales_of_groups(
     x: Float32[Array, "T in"], activation: Activation, stored: Float32[Array, ""] | None, axis: MeshAxes | None
 ) -> Float32[Array, "T in"]:
-    """Return each value's group scale."""
+    """Return each value's group scale.
+
+    Args:
+        x: activations; with an axis, this device's columns.
+        activation: activation scheme with groups.
+        stored: factor on e2m1 group scales before they are rounded.
+        axis: mesh axes over which x's columns are sharded.
+    """
     assert activation.group is not None, "there are groups"
     elements, largest = activation.elements, _largest_of_groups(x, activation.group, axis)
     if activation.power_of_two:
@@ -96,10 +103,12 @@ def _scales_of_groups(
 def _over_devices(
     reduce: Callable[..., Array], x: Float32[Array, "T 1"], axis: MeshAxes | None
 ) -> Float32[Array, "T 1"]:
+    """Reduce x over the devices along a mesh axis; return it unchanged without an axis."""
     return x if axis is None else reduce(x, axis)
 
 
 def _not_zero(scale: Float32[Array, "..."], elements: str) -> Float32[Array, "..."]:
+    """Replace zero scales by a small one, as the values are then all zero."""
     return jnp.where(scale == 0, _SMALLEST[elements], scale)
 
 

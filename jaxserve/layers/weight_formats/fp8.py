@@ -37,11 +37,12 @@ class Float8Rows(WeightFormat):
         return self._stored.leaves(row, shape, dtype)
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
-        """Round whole rows."""
+        """Return the elements and scales of whole rows."""
         scale = scales(rows)
         return rounded(rows, scale), scale[:, None]
 
     def weight(self, *leaves: Any) -> StoredMatrix:
+        """Return the matrix for elements and scales."""
         return self._stored.weight(*leaves)
 
     def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
@@ -51,9 +52,11 @@ class Float8Rows(WeightFormat):
         scale = buffers[1][0]
 
         def add_scales(start: int, rows: NDArray[Any]) -> None:
+            """Compute the scales for rows from `start` on."""
             scale[start : start + len(rows)] = scales(rows)
 
         def add_elements(start: int, rows: NDArray[Any]) -> None:
+            """Round rows from `start` on."""
             some = slice(start, start + len(rows))
             buffers[0][some] = rounded(rows, scale[some])
 
@@ -67,7 +70,7 @@ FORMAT = Float8Rows()
 
 
 def scales(rows: NDArray[Any]) -> NDArray[np.float32]:
-    """Return a scale per row."""
+    """Return a scale per row, max|w| / 448."""
     return np.abs(rows.astype(np.float32, copy=False)).max(axis=1) / np.float32(E4M3_MAX)
 
 

@@ -51,6 +51,7 @@ class Int4Blocks(WeightFormat):
         return (paired(q) if leaves[0].dtype == PAIRS else q), scale
 
     def weight(self, *leaves: Any) -> BlockMatrix:
+        """Return the matrix for elements and scales."""
         return BlockMatrix(*leaves)
 
 

@@ -37,6 +37,7 @@ class BlockMatrix(ScaledMatrix):
 
     @property
     def _is_paired(self) -> bool:
+        """True if each byte has two int4 elements."""
         return self.q.dtype == PAIRS
 
     @property
@@ -86,6 +87,7 @@ class Int8Blocks(WeightFormat):
         return quantize(rows, q.shape[1] // scale.shape[0])
 
     def weight(self, *leaves: Any) -> BlockMatrix:
+        """Return the matrix for elements and scales."""
         return BlockMatrix(*leaves)
 
 

@@ -79,6 +79,7 @@ def _plain_panels(packed: PackedMatrix) -> PackedMatrix:
         return packed
 
     def joined(panels: Shaped[Array, "panels columns parts rows"]) -> Shaped[Array, "panels columns 1 all"]:
+        """Join the parts of each panel to one."""
         return panels.reshape(*panels.shape[:2], 1, PANEL_ROWS)
 
     num_rows = packed.weights.shape[0] // packed.num_matrices * PANEL_ROWS

@@ -18,6 +18,7 @@ class Plain(WeightFormat):
     name = "plain"
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """Return the activation dtype: the kernels multiply floats in it."""
         return dtype
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
@@ -25,9 +26,11 @@ class Plain(WeightFormat):
         return (Leaf(shape, dtype, row.axes),)
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
+        """Return the rows unchanged."""
         return (rows,)
 
     def weight(self, *leaves: Any) -> Any:
+        """Return the array."""
         (array,) = leaves
         return array
 

@@ -161,6 +161,7 @@ class StoredFormat:
         return self.at(row) is None and self._schemes(row) != {None}
 
     def _schemes(self, row: Row) -> set[Scheme | None]:
+        """Return the schemes for a tensor's checkpoint tensors; None in the set for unquantised ones."""
         return {self.schemes.for_tensor(name) for name in dict.fromkeys(row.hf_names)} if row.is_matrix else {None}
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike:
@@ -233,6 +234,7 @@ class SchemeFormat(WeightFormat):
         raise CheckpointError(f"weights must be quantised as the checkpoint's are ({self.scheme}), got floats")
 
     def weight(self, *leaves: Any) -> StoredMatrix:
+        """Return the matrix for the arrays in `leaves`, or for their shapes."""
         elements, scale, *rest = leaves
         optional = iter(rest)
         others = (next(optional) if self.scheme.has(role) else None for role in _OPTIONAL)
@@ -252,6 +254,7 @@ class SchemeFormat(WeightFormat):
             matrix.input_factor[:] = _common(row, [part.input_factor() for part in parts], "pre_quant_scale")
 
         def add(start: int, part: Any) -> None:
+            """Write a part's elements and grids to the buffers, from row `start` on."""
             rows, elements = slice(start, start + len(part)), part.elements()
             elements = nibbles(elements) if self.scheme.is_packed else elements
             elements = elements if matrix.order is None else elements[:, matrix.order]
@@ -278,6 +281,7 @@ class SchemeFormat(WeightFormat):
         self._parts(row, tensor)
 
         def add(start: int, part: Any) -> None:
+            """Pass a part's integers, scales and zero points to `use`, with its first row."""
             elements, (scale, zero, minimum) = part.elements(), self._grids(row, part, part.columns)
             if self.scheme.is_packed:
                 elements = nibbles(elements)
@@ -290,6 +294,7 @@ class SchemeFormat(WeightFormat):
         tensor.each_slice(_slab_rows(tensor.shape[1]), add)
 
     def _parts(self, row: Row, tensor: StoredTensor) -> list[QuantizedPart]:
+        """Return a tensor's parts; CheckpointError unless all are quantised."""
         parts = [part for part in tensor.parts if isinstance(part, QuantizedPart)]
         if len(parts) < len(tensor.parts):
             raise CheckpointError(
@@ -339,15 +344,23 @@ def _group_size(scheme: Scheme, whole_size: int, in_size: int) -> int:
 
 
 def _slab_rows(in_size: int) -> int:
+    """Return the slab size in rows, a multiple of the panel size, for `in_size` columns."""
     return max(PANEL_ROWS, _SLAB_SIZE // in_size // PANEL_ROWS * PANEL_ROWS)
 
 
 def _first_columns(scheme: Scheme, whole_size: int, in_size: int) -> NDArray[np.int64]:
-    """Return each group's first column on a device."""
+    """Return the first column of each group on a device.
+
+    Args:
+        scheme: the matrix's scheme.
+        whole_size: the matrix's columns.
+        in_size: the device's columns.
+    """
     return np.arange(0, in_size, _group_size(scheme, whole_size, in_size))
 
 
 def _columns(array: NDArray[Any], groups: NDArray[np.int64]) -> NDArray[Any]:
+    """Return an array's columns for these groups; a single column serves all groups."""
     return array if array.shape[1] == 1 else array[:, groups]
 
 
@@ -367,7 +380,13 @@ def _with_zeros(
 
 
 def _common(row: Row, arrays: Sequence[NDArray[Any]], what: str) -> NDArray[Any]:
-    """Return the array by column that all parts of a tensor share; raise if they differ."""
+    """Return the array that all parts of a fused tensor have in common; CheckpointError if they differ.
+
+    Args:
+        row: the tensor, for the message.
+        arrays: one array per part.
+        what: name of the array, for the message.
+    """
     if any(not np.array_equal(array, arrays[0]) for array in arrays):
         raise CheckpointError(
             f"{', '.join(dict.fromkeys(row.hf_names))} must have the same {what}, as they are one matmul, got "

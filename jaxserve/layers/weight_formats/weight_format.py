@@ -36,10 +36,6 @@ class Row(TensorRow, Protocol):
     def is_array(self) -> bool:
         """True if a layer computes with an array of floats instead of a `Matrix`."""
 
-    @property
-    def num_matrices(self) -> int:
-        """Number of equal matrices along axis 0."""
-
 
 class Leaf(NamedTuple):
     """An array into which a tensor is converted.
@@ -158,6 +154,7 @@ class WeightFormat(ABC):
         buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves]
 
         def add(start: int, rows: NDArray[Any]) -> None:
+            """Encode rows and write them to the buffers, from row `start` on."""
             for leaf, buffer, encoded in zip(leaves, buffers, self.encode(rows, leaves), strict=True):
                 leaf.write(buffer, start, encoded)
 
