@@ -238,16 +238,14 @@ class StackedMatrix(Matrix):
 
 
 @dataclass(frozen=True)
-class ObservedMatrix(Matrix):
-    """A matrix that passes its inputs to a function, as tracers if they are traced.
+class WrappedMatrix(Matrix):
+    """A matrix that computes by another one; subclasses add to its matmuls.
 
     Attributes:
-        matrix: matrix that computes.
-        observe: function called with the inputs x[T, in].
+        matrix: the other matrix, or its float array.
     """
 
-    matrix: Matrix
-    observe: Callable[[Float[Array, "T in"]], None]
+    matrix: Weight
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -255,13 +253,34 @@ class ObservedMatrix(Matrix):
         return self.matrix.shape
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
-        """Pass the inputs to `observe` and multiply."""
-        self.observe(x)
-        return self.matrix.multiply(x, context)
+        """Return `x @ W.T`."""
+        return as_matrix(self.matrix).multiply(x, context)
 
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
-        return self.matrix.rows(ids)
+        return as_matrix(self.matrix).rows(ids)
+
+    def multiply_groups(
+        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
+    ) -> Float[Array, "M out"]:
+        """Compute a grouped matmul."""
+        return as_matrix(self.matrix).multiply_groups(x, group_sizes, context)
+
+
+@dataclass(frozen=True)
+class ObservedMatrix(WrappedMatrix):
+    """A matrix that passes its inputs to a function, as tracers if they are traced.
+
+    Attributes:
+        observe: function called with the inputs x[T, in].
+    """
+
+    observe: Callable[[Float[Array, "T in"]], None]
+
+    def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
+        """Pass the inputs to `observe` and multiply."""
+        self.observe(x)
+        return super().multiply(x, context)
 
 
 Weight = Float[Array, "out in"] | Matrix

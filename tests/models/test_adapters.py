@@ -1,4 +1,4 @@
-"""A toy delta by row, added between matmul and reduction, against merged weights."""
+"""A toy delta by row, added between matmul and reduction, against merged weights; its shards are in test_linear.py."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from flax import struct
 
 from jaxserve import weights
-from jaxserve.layers.linear import LinearContext, Matrix, as_matrix, linear, row_groups
+from jaxserve.layers.linear import LinearContext, WrappedMatrix, row_groups
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder, registry
 from tests.checkpoints import write_checkpoint
@@ -21,26 +21,19 @@ NAMES += ("experts_gate_up", "experts_down", "shared_gate_up", "shared_down")
 
 
 @struct.dataclass
-class Adapted(Matrix):
-    matrix: Any
+class Adapted(WrappedMatrix):
     a: jax.Array  # [rows, groups, rank, in]
     b: jax.Array  # [rows, groups, out, rank]
-    shape = property(lambda self: self.matrix.shape)
 
     def delta(self, x: jax.Array, row: jax.Array, group: jax.Array | int = 0) -> jax.Array:
         return jnp.einsum("ti,tri,tor->to", x, self.a[row, group], self.b[row, group])
 
     def multiply(self, x: jax.Array, context: LinearContext) -> jax.Array:
-        return as_matrix(self.matrix).multiply(x, context) + self.delta(x, context.tokens.row)
+        return super().multiply(x, context) + self.delta(x, context.tokens.row)
 
     def multiply_groups(self, x: jax.Array, group_sizes: jax.Array, context: LinearContext) -> jax.Array:
-        group = row_groups(group_sizes, len(x))
-        return as_matrix(self.matrix).multiply_groups(x, group_sizes, context) + self.delta(
-            x, context.tokens.row, group
-        )
-
-    def rows(self, ids: jax.Array) -> jax.Array:
-        return as_matrix(self.matrix).rows(ids)
+        delta = self.delta(x, context.tokens.row, row_groups(group_sizes, len(x)))
+        return super().multiply_groups(x, group_sizes, context) + delta
 
     def merged(self, row: int) -> np.ndarray:
         return np.asarray(self.matrix) + np.einsum("gor,gri->goi", self.b[row], self.a[row]).reshape(self.shape)
@@ -75,27 +68,3 @@ def test_each_row_has_the_tokens_of_its_merged_weights(tmp_path, family, make_tr
     for row, (some, its_ids) in enumerate(zip(found.reshape(ROWS, LENGTH, -1), ids.reshape(ROWS, -1), strict=True)):
         merged = {name: jnp.asarray(each.merged(row)) for name, each in wrapped.items()}
         assert_close(np.asarray(some), np.asarray(logits({**p, **merged}, its_ids, None)))
-
-
-def test_shards_add_parts_of_the_delta():
-    """Two devices: one has a part of the rows of W and B, the other way a part of the columns of W and A."""
-    rng, row = np.random.default_rng(0), jnp.arange(4) % ROWS
-    x, bias, matrix = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((4, 6), 8, (8, 6)))
-    whole = adapted(matrix, 1, rng)
-    wanted = np.stack([x @ whole.merged(r).T + bias[None] for r in range(ROWS)])[row, np.arange(4)]
-    tokens = TokenContext(jnp.arange(4), DenseAttention(4), row)
-
-    def halves(array, axis):
-        return jnp.stack(jnp.split(array, 2, axis))
-
-    def by_rows(matrix, b, bias):
-        return linear(x, Adapted(matrix, whole.a, b), tokens, bias=bias)
-
-    found = jax.vmap(by_rows, out_axes=1)(halves(whole.matrix, 0), halves(whole.b, 2), halves(bias, 0))
-    np.testing.assert_allclose(found.reshape(4, -1), wanted, rtol=1e-5, atol=1e-5)
-
-    def by_columns(matrix, a, x):
-        return linear(x, Adapted(matrix, a, whole.b), tokens, bias=bias, axis="tensor")
-
-    for each in jax.vmap(by_columns, axis_name="tensor")(halves(whole.matrix, 1), halves(whole.a, 3), halves(x, 1)):
-        np.testing.assert_allclose(each, wanted, rtol=1e-5, atol=1e-5)

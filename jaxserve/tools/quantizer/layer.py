@@ -10,7 +10,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import ObservedMatrix, as_matrix
+from jaxserve.layers.linear import ObservedMatrix
 from jaxserve.layers.rope import rotation
 from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
 from jaxserve.models import registry
@@ -70,7 +70,7 @@ def _apply(p: Params, x: Array, stats: Stats, arch: ArchConfig, kind: int) -> tu
     def observe(name: str, inputs: Array) -> None:
         stats[name] = stats[name].add(inputs)
 
-    observed = {name: ObservedMatrix(as_matrix(p[name]), partial(observe, name)) for name in stats}
+    observed = {name: ObservedMatrix(p[name], partial(observe, name)) for name in stats}
     family = registry.family(arch)
     context = LayerContext(arch.layer_options(kind), family.norm, jnp.int32(0), rotated)
     outputs, _ = family.block({**p, **observed}, x.reshape(B * S, D), tokens, context, arch=arch)
