@@ -1,19 +1,21 @@
-"""Content format of a chat template: its syntax tree shows whether it reads contents as text or as lists of parts.
+"""Detection of a chat template's content format: does it read message contents as text or as lists of parts?
 
-A template reads parts if it loops over a message's content, selects or maps its elements, or reads their fields.
+A template reads parts if its syntax tree loops over a message's content, selects or maps its elements, or reads their
+fields.
 Contents are followed through assignments, namespaces, loops over messages and macro parameters. Only macros have
 scopes here: elsewhere a name has every kind that is ever assigned to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
 
 class _Kind(Enum):
-    """What a value has to do with messages."""
+    """Relation of a template's value to the chat's messages: all messages, one message, or a message's content."""
 
     MESSAGES = "messages"
     MESSAGE = "message"
@@ -40,23 +42,23 @@ def _all(node: Any, kinds: Any) -> Iterator[Any]:
 
 
 class _Walk:
-    """Walk over a syntax tree: first find the kinds of each name, then the expressions that read parts."""
+    """Analysis of a template's syntax tree: the possible kinds of each name, then the expressions that read parts."""
 
     def __init__(self, tree: Any) -> None:
         import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402 - only chats need it
 
         self._nodes, self._tree = nodes, tree
-        self._names: dict[str, set[_Kind]] = {"messages": {_Kind.MESSAGES}}
-        self._macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+        self._names: defaultdict[str, set[_Kind]] = defaultdict(set, messages={_Kind.MESSAGES})
+        macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
         self._params: dict[str, dict[str, set[_Kind]]] = {
-            name: {param.name: set() for param in macro.args} for name, macro in self._macros.items()
+            name: {param.name: set() for param in macro.args} for name, macro in macros.items()
         }
-        self._owner = {id(node): name for name, macro in self._macros.items() for node in macro.find_all(nodes.Node)}
+        self._owner = {id(node): name for name, macro in macros.items() for node in macro.find_all(nodes.Node)}
         while self._spread():
             pass
 
     def reads(self) -> Iterator[bool]:
-        """Yield, for each expression that may read parts, whether it does."""
+        """Yield, for each expression of the template that may read parts, whether it does."""
         nodes = self._nodes
         for loop in self._tree.find_all(nodes.For):
             yield _Kind.CONTENT in self._kinds(loop.iter) and self._uses_parts(loop)
@@ -78,7 +80,7 @@ class _Walk:
         return uses > len(keys) or any(key in _PART_FIELDS for key in keys)
 
     def _is_part(self, node: Any) -> bool:
-        """Return whether an expression is an element of a content."""
+        """Return whether an item access or a filter gives one element of a message's content."""
         if isinstance(node, self._nodes.Filter):
             is_one = node.name in _ONE_ELEMENT and node.node is not None
         else:
@@ -90,14 +92,14 @@ class _Walk:
         nodes, before = self._nodes, self._num_kinds()
         for assign in self._tree.find_all(nodes.Assign):
             if (name := self._name(assign.target)) is not None:
-                self._add(assign, name, self._kinds(assign.node))
-                for field in self._fields_of_namespace(assign.node):
-                    self._add(assign, f"{name}.{field.key}", self._kinds(field.value))
+                self._known(assign, name).update(self._kinds(assign.node))
+                for field in self._namespace_fields(assign.node):
+                    self._known(assign, f"{name}.{field.key}").update(self._kinds(field.value))
         for loop in self._tree.find_all(nodes.For):
             if isinstance(loop.target, nodes.Name) and _Kind.MESSAGES in self._kinds(loop.iter):
-                self._add(loop, loop.target.name, {_Kind.MESSAGE})
+                self._known(loop, loop.target.name).add(_Kind.MESSAGE)
         for call in self._tree.find_all(nodes.Call):
-            if isinstance(call.node, nodes.Name) and call.node.name in self._macros:
+            if isinstance(call.node, nodes.Name) and call.node.name in self._params:
                 params = self._params[call.node.name]
                 given = [*zip(params, call.args, strict=False), *((field.key, field.value) for field in call.kwargs)]
                 for name, value in given:
@@ -106,24 +108,28 @@ class _Walk:
         return self._num_kinds() > before
 
     def _num_kinds(self) -> int:
+        """Return the number of kinds found so far, of all names and macro parameters together."""
         groups = [self._names, *self._params.values()]
         return sum(len(kinds) for group in groups for kinds in group.values())
 
-    def _add(self, node: Any, name: str, kinds: set[_Kind]) -> None:
-        params: Mapping[str, set[_Kind]] = self._params.get(self._owner.get(id(node), ""), {})
-        (params[name] if name in params else self._names.setdefault(name, set())).update(kinds)
+    def _known(self, node: Any, name: str) -> set[_Kind]:
+        """Return the kinds found so far for a name that is used in `node`, as a set to extend."""
+        params = self._params.get(self._owner.get(id(node), ""), {})
+        return params[name] if name in params else self._names[name]
 
-    def _fields_of_namespace(self, node: Any) -> list[Any]:
+    def _namespace_fields(self, node: Any) -> list[Any]:
+        """Return the keyword arguments of a call to `namespace`; none for any other expression."""
         is_call = isinstance(node, self._nodes.Call) and isinstance(node.node, self._nodes.Name)
         return list(node.kwargs) if is_call and node.node.name == "namespace" else []
 
     def _name(self, target: Any) -> str | None:
+        """Return the name, or "namespace.field", to which an assignment's target refers; None for other targets."""
         if isinstance(target, self._nodes.Name):
             return str(target.name)
         return f"{target.name}.{target.attr}" if isinstance(target, self._nodes.NSRef) else None
 
     def _key(self, access: Any) -> str | None:
-        """Return the attribute or item name in an access."""
+        """Return the constant attribute or item name in an access; None if it is computed."""
         if isinstance(access, self._nodes.Getattr):
             return str(access.attr)
         arg = access.arg if isinstance(access, self._nodes.Getitem) else None
@@ -133,10 +139,9 @@ class _Walk:
         """Return the possible kinds of an expression."""
         nodes = self._nodes
         if isinstance(node, nodes.Name):
-            params = self._params.get(self._owner.get(id(node), ""), {})
-            return params[node.name] if node.name in params else self._names.get(node.name, set())
+            return self._known(node, node.name)
         if isinstance(node, nodes.Getattr | nodes.Getitem):
-            return self._kinds_of_access(node)
+            return self._access_kinds(node)
         if isinstance(node, nodes.Filter) and node.node is not None:
             kinds = self._kinds(node.node)
             if node.name in _ONE_ELEMENT:
@@ -153,7 +158,8 @@ class _Walk:
             return {_Kind.CONTENT} if is_content and _Kind.MESSAGE in self._kinds(node.node.node) else set()
         return set()
 
-    def _kinds_of_access(self, node: Any) -> set[_Kind]:
+    def _access_kinds(self, node: Any) -> set[_Kind]:
+        """Return the possible kinds of an attribute or item access."""
         base, key = self._kinds(node.node), self._key(node)
         if isinstance(node, self._nodes.Getitem) and isinstance(node.arg, self._nodes.Slice):
             return base
@@ -161,5 +167,4 @@ class _Walk:
             return {_Kind.MESSAGE} if _Kind.MESSAGES in base else set()
         if key == "content" and _Kind.MESSAGE in base:
             return {_Kind.CONTENT}
-        is_field = isinstance(node.node, self._nodes.Name)
-        return self._names.get(f"{node.node.name}.{key}", set()) if is_field else set()
+        return self._names[f"{node.node.name}.{key}"] if isinstance(node.node, self._nodes.Name) else set()

@@ -56,6 +56,7 @@ def load_tokenizer(path: str | Path, chat_options: ChatOptions = DEFAULT_CHAT_OP
 
 
 def _load(directory: Path, chat_options: ChatOptions) -> Tokenizer:
+    """Load the tokenizer in a directory, or a GGUF file; errors in its JSON files are Python's own."""
     if (gguf := _gguf_file(directory)) is not None:
         backend, config, ends = _load_gguf(gguf)
         return _from_backend(backend, config, directory, chat_options, ends)
@@ -82,6 +83,15 @@ def _from_backend(
     chat_options: ChatOptions,
     ends: Sequence[int] = (),
 ) -> Tokenizer:
+    """Return the tokenizer for a backend of the `tokenizers` library.
+
+    Args:
+        backend: backend with all added tokens.
+        config: content of tokenizer_config.json, or its equivalent.
+        directory: directory with the model's other files.
+        chat_options: chat options.
+        ends: further end-of-sequence ids.
+    """
     # Files may contain truncation and padding settings from training.
     backend.no_truncation()
     backend.no_padding()
@@ -107,11 +117,12 @@ def _from_backend(
         json_text=backend.to_str,
         new_bound=partial(TokenBound.from_backend, backend),
         encode_pair=partial(_encode_pair, backend),
-        spans=partial(_spans, backend),
+        find_spans=partial(_spans, backend),
     )
 
 
 def _spans(backend: tokenizers.Tokenizer, text: str) -> tuple[TokenIds, list[tuple[int, int]]]:
+    """Return the token ids of a text, and the (begin, end) of each token's characters."""
     encoding = backend.encode(text) if len(text) < LONG_TEXT_CHARS else backend.encode_batch([text])[0]
     return encoding.ids, encoding.offsets
 
@@ -125,14 +136,14 @@ def _encode_pair(backend: tokenizers.Tokenizer, first: str, second: str) -> Toke
 
 
 def _decode(backend: tokenizers.Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """Return the text of token ids; while many are decoded, other threads run Python."""
+    """Return the text of token ids; other threads run Python while many ids are decoded."""
     if len(token_ids) < LONG_TEXT_CHARS:
         return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
     return backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
 
 def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
-    """Load the same tokenizer as `load_tokenizer`, as an instance of `transformers`' class.
+    """Load the tokenizer that `load_tokenizer` loads, as an instance of `transformers`' class.
 
     A `tokenizer.json` defines the tokenisation, as in `load_tokenizer`; AutoTokenizer might rebuild the model family's
     tokenizer from the vocabulary instead.
@@ -155,6 +166,7 @@ def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
 def _from_transformers(
     slow: "PreTrainedTokenizerBase", config: dict[str, Any], directory: Path, chat_options: ChatOptions
 ) -> Tokenizer:
+    """Return the tokenizer for an instance of `transformers`' class; other arguments as in `_from_backend`."""
     special = {k: str(v) for k, v in slow.special_tokens_map.items() if isinstance(v, str)}
     if isinstance(backend := getattr(slow, "backend_tokenizer", None), tokenizers.Tokenizer):
         return _from_backend(backend, config | special, directory, chat_options)
@@ -177,6 +189,7 @@ def _from_transformers(
 
 
 def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer in a directory with transformers' AutoTokenizer; ConfigError if it finds none."""
     with without_torch_advice():
         from transformers import AutoTokenizer  # noqa: PLC0415 - takes over two seconds, needed only for old directories
 
@@ -195,9 +208,9 @@ def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
 
 
 def _gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file with the tokenizer: the path itself, or a directory's only one if it has no other.
+    """Return the GGUF file with the tokenizer: the path itself, or the only one in a directory without other ones.
 
-    For a sharded model it is the first shard.
+    For a sharded model it is the first shard. None if there is no such file.
     """
     if path.suffix == ".gguf" and path.is_file():
         found = [path]
@@ -208,6 +221,7 @@ def _gguf_file(path: Path) -> Path | None:
 
 
 def _load_gguf(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any], list[int]]:
+    """Return the results of `gguf_tokenizer.load`; ConfigError if it fails in any way."""
     try:
         return gguf_tokenizer.load(file)
     except Exception as error:  # damaged files raise many types, the tokenizers library plain Exception
@@ -235,7 +249,7 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -
 
 
 def _special_token_texts(config: dict[str, Any]) -> dict[str, str]:
-    """Return the `*_token` entries: the usual seven, and any that the model defines for its templates."""
+    """Return special token texts by name: the `*_token` entries, and those that the model adds for its templates."""
     named = {k: v for k, v in config.items() if k.endswith("_token")}
     texts = {k: _text(v) for k, v in named.items() if isinstance(v, str) or (isinstance(v, dict) and "content" in v)}
     extra = config.get("extra_special_tokens")
@@ -243,15 +257,18 @@ def _special_token_texts(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _text(token: str | dict[str, Any]) -> str:
+    """Return the text of a token in a configuration, which may be an object with further fields."""
     return token if isinstance(token, str) else str(token["content"])
 
 
 def _added_token(fields: dict[str, Any]) -> tokenizers.AddedToken:
+    """Return an added token from its fields in tokenizer_config.json."""
     names = ("single_word", "lstrip", "rstrip", "normalized", "special")
     return tokenizers.AddedToken(fields["content"], **{name: fields[name] for name in names if name in fields})
 
 
 def _eos_ids(tokenizer_eos: int | None, directory: Path, ends: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return all end-of-sequence ids without repetition: the given ones, then those in the model's JSON files."""
     listed: list[int] = [*([] if tokenizer_eos is None else [tokenizer_eos]), *ends]
     for file in ("generation_config.json", "config.json"):
         value = _read_json(directory / file).get("eos_token_id")
@@ -264,7 +281,7 @@ def _eos_ids(tokenizer_eos: int | None, directory: Path, ends: Sequence[int] = (
 
 
 def _chat_templates(config: dict[str, Any], directory: Path) -> dict[str, str]:
-    """Return the templates in files if there are any, otherwise from `tokenizer_config.json`."""
+    """Return chat template sources by name, from files if there are any, otherwise from `tokenizer_config.json`."""
     files = {p.stem: p for p in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (main := directory / "chat_template.jinja").is_file():
         files["default"] = main
@@ -277,6 +294,7 @@ def _chat_templates(config: dict[str, Any], directory: Path) -> dict[str, str]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if there is no file."""
     if not file.is_file():
         return {}
     try:
@@ -289,4 +307,5 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type's name if the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(" :")

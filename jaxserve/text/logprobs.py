@@ -14,11 +14,36 @@ from jaxserve.text.token_texts import TokenTexts
 
 NUM_BEFORE = 24  # preceding tokens that a token's text may depend on, including hidden ones
 
-NUM_RELEASED = 4096
+NUM_RELEASED = 4096  # entries freed between two switches of threads
 Entry = TypeVar("Entry", dict[int, Logprob], dict[int, Logprob] | None)
 
 
-class LogprobList(Sequence[Entry], Generic[Entry]):
+class LazyEntries(Sequence[Entry], Generic[Entry]):
+    """Sequence that equals a list of `dict[int, Logprob]`, but builds each entry on access."""
+
+    def _read(self, position: int) -> Any:
+        """Return the entry at a position from 0."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Entry]: ...
+
+    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
+        positions = range(len(self))[index]
+        if isinstance(positions, int):
+            return self._read(positions)
+        return [self._read(position) for position in positions]
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class LogprobList(LazyEntries[Entry], Generic[Entry]):
     """Lazy version of vLLM's list of `dict[int, Logprob]`: one dict per token, with the token itself first.
 
     Entries are kept as bytes; the reading thread builds the dict and decodes its tokens. Otherwise a token with 20
@@ -59,13 +84,13 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         self._rows.append((token_id, logprob, rank, top_ids, top_logprobs))
 
     def as_list(self) -> list[Entry]:
-        """Return all entries so far: always the same list, which later calls extend."""
+        """Return all entries so far as one list; all calls return the same object, and extend it."""
         with self._building:
             self._built.extend([self._read(position) for position in range(len(self._built), len(self))])
         return self._built
 
     def end(self) -> None:
-        """Note that no entries follow, so that the last token's text includes an incomplete character."""
+        """End the list: no entries follow, so that the last token's text includes an incomplete character."""
         with self._building:
             self._is_ended = True
             if self._rows and len(self._built) == len(self):
@@ -74,20 +99,8 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
     def __len__(self) -> int:
         return self._num_given + len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Entry: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Entry]: ...
-
-    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
-        positions = range(len(self))[index]
-        if isinstance(positions, int):
-            return self._read(positions)
-        return [self._read(position) for position in positions]
-
     def part(self, start: int, stop: int) -> Sequence[Entry]:
-        """Return the entries from `start` to before `stop`; each is built on access."""
+        """Return the entries from `start` to before `stop`, each built on access."""
         return LogprobPart(self, range(start, min(stop, len(self))))
 
     def release(self) -> None:
@@ -101,6 +114,7 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         return self._built[position] if position < len(self._built) else self._build(position)
 
     def _build(self, position: int) -> Any:
+        """Return a new entry for a position from the device's values."""
         token_id, logprob, rank, top_ids, top_logprobs = self._rows[position - self._num_given]
         ids: list[int]
         if top_logprobs and not top_ids:
@@ -117,7 +131,7 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         return entry
 
     def _texts_at(self, position: int, token_ids: list[int]) -> Sequence[str | None]:
-        """Return the texts for the token at a position and then its alternatives."""
+        """Return the texts that the tokens would have at a position: first its token, then the alternatives."""
         if self._texts is None:
             return [None] * len(token_ids)
         rows = self._rows[max(0, position - len(self._first) - NUM_BEFORE) : max(0, position - len(self._first))]
@@ -127,11 +141,6 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         prompt = self._prompt if len(before) < NUM_BEFORE else ()
         return self._texts(prompt, before, token_ids, is_end=self._is_ended and position + 1 == len(self))
 
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return repr(list(self))
 
@@ -139,12 +148,12 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         return list, (self[:],)
 
 
-class LogprobPart(Sequence[Entry], Generic[Entry]):
-    """Slice of a list, without a copy.
+class LogprobPart(LazyEntries[Entry], Generic[Entry]):
+    """Slice of a LogprobList, without a copy.
 
     Args:
         entries: the list.
-        positions: positions in the list.
+        positions: positions of the slice in the list.
     """
 
     def __init__(self, entries: LogprobList[Entry], positions: range) -> None:
@@ -154,31 +163,17 @@ class LogprobPart(Sequence[Entry], Generic[Entry]):
     def __len__(self) -> int:
         return len(self._positions)
 
-    @overload
-    def __getitem__(self, index: int) -> Entry: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Entry]: ...
-
-    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
-        positions = self._positions[index]
-        if isinstance(positions, int):
-            return self._entries[positions]
-        return [self._entries[position] for position in positions]
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
+    def _read(self, position: int) -> Any:
+        return self._entries[self._positions[position]]
 
 
 def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int32]:
     """Return the indices of the `count` largest values, largest first; among equal values, the first ones."""
-    places = np.arange(len(values))
+    indices = np.arange(len(values))
     if count == 0:
-        places = places[:0]
+        indices = indices[:0]
     elif count < len(values):  # takes a tenth of the time of a full sort
-        least = np.partition(values, -count)[-count]
-        better, equal = np.flatnonzero(values > least), np.flatnonzero(values == least)
-        places = np.concatenate([better, equal[: count - len(better)]])
-    return places[np.lexsort((places, -values[places]))].astype(np.int32)
+        smallest = np.partition(values, -count)[-count]
+        larger, equal = np.flatnonzero(values > smallest), np.flatnonzero(values == smallest)
+        indices = np.concatenate([larger, equal[: count - len(larger)]])
+    return indices[np.lexsort((indices, -values[indices]))].astype(np.int32)

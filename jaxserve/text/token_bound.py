@@ -9,6 +9,7 @@ unknown token, have no bound.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ _DROPPING_SPACES = {"Whitespace", "WhitespaceSplit"}
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """Bound on the number of tokens.
+    """Lower bound on the number of tokens in a text, by its characters.
 
     Attributes:
         max_chars: maximum characters per token; None if unknown.
@@ -34,7 +35,7 @@ class TokenBound:
 
     @classmethod
     def from_backend(cls, backend: tokenizers.Tokenizer) -> TokenBound:
-        """Return the bound for a tokenizer."""
+        """Return the bound for a tokenizer of the `tokenizers` library."""
         composed = _composed_chars(_state(backend.normalizer))
         drops_spaces = _drops_spaces(_state(backend.pre_tokenizer))
         if composed is None or drops_spaces is None or not _has_all_bytes(backend):
@@ -44,7 +45,7 @@ class TokenBound:
         return cls(composed * longest, drops_spaces)
 
     def num_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of tokens in a text."""
+        """Return the minimum number of tokens in a text; 0 if there is no bound."""
         if self.max_chars is None:
             return 0
         num_chars = len(text)
@@ -58,11 +59,12 @@ NO_BOUND = TokenBound()
 
 
 def _state(step: Any) -> dict[str, Any] | None:
+    """Return the configuration of a tokenizer's step, as in `tokenizer.json`."""
     return None if step is None else json.loads(step.__getstate__())
 
 
 def _has_all_bytes(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether every byte has a token, so that no text needs an unknown token."""
+    """Return whether a tokenizer has a token for every byte, so that no text needs an unknown token."""
     model = backend.model
     if getattr(model, "byte_fallback", False):
         return all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
@@ -74,7 +76,7 @@ def _has_all_bytes(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _composed_chars(normalizer: dict[str, Any] | None) -> int | None:
-    """Return the maximum number of characters composed to one; None if characters may be dropped."""
+    """Return the maximum number of characters that a normalizer composes to one; None if it may drop characters."""
     match normalizer:
         case None | {"type": "Prepend" | "NFD" | "NFKD" | "Lowercase" | "ByteLevel"}:
             return 1
@@ -84,12 +86,8 @@ def _composed_chars(normalizer: dict[str, Any] | None) -> int | None:
             return 1
         case {"type": "Sequence", "normalizers": list(steps)}:
             factors = [_composed_chars(step) for step in steps]
-            product = 1
-            for factor in factors:
-                if factor is None:
-                    return None
-                product *= factor
-            return product
+            known = [factor for factor in factors if factor is not None]
+            return math.prod(known) if len(known) == len(factors) else None
     return None
 
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, overload
 
 from jaxserve.api.chat_options import CONTENT_FORMAT, DEFAULT_CHAT_OPTIONS, ChatOptions
@@ -17,81 +18,75 @@ from jaxserve.text.token_stream import ByteTable
 MAX_COMPILED_TEMPLATES = 32
 
 
+@dataclass(eq=False)
 class Tokenizer:
     """A model's tokenizer, with its chat template and special tokens.
 
     Attributes:
+        encode_valid: function from a valid text, and whether to add special tokens, to its token ids.
+        decode_ids: function from token ids, and whether to skip special tokens, to their text.
         vocab_size: number of ids, including added tokens; the model's embedding may have more rows.
         special_tokens: name ("bos_token", ...) -> text; chat template variables.
         special_ids: ids that `decode` leaves out when it skips special tokens.
         bos_token_id: first token in a sequence, if the model has one.
         eos_token_ids: ids that end a sequence: from the tokenizer, then from `generation_config.json`.
         chat_template: template name -> Jinja source; "default" is the one for plain chats.
+        piece: function from a token id to its vocabulary entry; None for unknown ids.
+        encode_pair: function from two texts to the token ids of one prompt.
         chat_options: chat options; a template among them replaces all others.
         literal: chat encoder that keeps special tokens in contents as text; None if they become special tokens.
-        token_text: token id -> its text in isolation, including special tokens; decodes each id once.
+        byte_table: bytes by token id; None if the decoder does more than concatenate them.
         vocabulary: function that returns the ids by token.
-        piece: function from a token id to its vocabulary entry; None for unknown ids.
         json_text: function that returns the text of `tokenizer.json`; None if the tokenizer has no such representation.
-        encode_pair: function from two texts to the token ids of one prompt.
+        new_bound: function that returns the lower bound on the number of tokens in a text.
+        find_spans: function for `spans`; None to compute them from the tokens' texts.
+        token_text: token id -> its text in isolation, including special tokens; decodes each id once.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[str, bool], TokenIds],
-        decode: Callable[[Sequence[int], bool], str],
-        *,
-        vocab_size: int,
-        special_tokens: dict[str, str],
-        special_ids: frozenset[int],
-        bos_token_id: int | None,
-        eos_token_ids: tuple[int, ...],
-        chat_template: dict[str, str],
-        chat_options: ChatOptions = DEFAULT_CHAT_OPTIONS,
-        literal: LiteralText | None = None,
-        byte_table: ByteTable | None = None,
-        vocabulary: Callable[[], dict[str, int]] = dict,
-        piece: Callable[[int], str | None],
-        json_text: Callable[[], str] | None = None,
-        new_bound: Callable[[], TokenBound] = TokenBound,
-        encode_pair: Callable[[str, str], TokenIds],
-        spans: Callable[[str], tuple[TokenIds, list[tuple[int, int]]]] | None = None,
-    ) -> None:
-        self.vocabulary, self.json_text, self.encode_pair, self.piece = vocabulary, json_text, encode_pair, piece
-        self._new_bound, self._spans = new_bound, spans
-        self._encode = encode
-        self._decode = decode
-        self.vocab_size = vocab_size
-        self.special_tokens = special_tokens
-        self.special_ids = special_ids
-        self.bos_token_id = bos_token_id
-        self.eos_token_ids = eos_token_ids
-        given = chat_options.template
-        self.chat_options, self._literal = chat_options, literal
-        self.chat_template = chat_template if given is None else {"default": given}
-        self.byte_table = byte_table
+    encode_valid: Callable[[str, bool], TokenIds]
+    decode_ids: Callable[[Sequence[int], bool], str]
+    _: KW_ONLY
+    vocab_size: int
+    special_tokens: dict[str, str]
+    special_ids: frozenset[int]
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    chat_template: dict[str, str]
+    piece: Callable[[int], str | None]
+    encode_pair: Callable[[str, str], TokenIds]
+    chat_options: ChatOptions = DEFAULT_CHAT_OPTIONS
+    literal: LiteralText | None = None
+    byte_table: ByteTable | None = None
+    vocabulary: Callable[[], dict[str, int]] = dict
+    json_text: Callable[[], str] | None = None
+    new_bound: Callable[[], TokenBound] = TokenBound
+    find_spans: Callable[[str], tuple[TokenIds, list[tuple[int, int]]]] | None = None
+    token_text: Callable[[int], str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_text = _TokenTexts(self.decode_ids).__getitem__
         self._compiled: dict[str, ChatTemplate] = {}
-        if given is not None:
+        if (given := self.chat_options.template) is not None:
+            self.chat_template = {"default": given}
             try:
                 self._template(given)
             except RequestError as error:
                 raise ConfigError(str(error)) from error
-        self.token_text: Callable[[int], str] = _TokenTexts(decode).__getitem__
 
     @functools.cached_property
     def bound(self) -> TokenBound:
         """Lower bound on the number of tokens in a text."""
-        return self._new_bound()
+        return self.new_bound()
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id that ends a sequence; the first if there are several."""
+        """Id that ends a sequence, the first if there are several; None without one."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None, *, keeps_first: bool = False
     ) -> TokenIds:
-        """Return the token ids of `text`.
+        """Return the token ids of `text`, at most `max_tokens` of them.
 
         Args:
             text: text to tokenise.
@@ -106,17 +101,17 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"a prompt must be valid Unicode, got a lone surrogate at index {error.start}") from None
-        token_ids = self._encode(text, add_special_tokens)
+        token_ids = self.encode_valid(text, add_special_tokens)
         if max_tokens is None or len(token_ids) <= max_tokens:
             return token_ids
-        plain = self._encode(text, False) if add_special_tokens else token_ids
+        plain = self.encode_valid(text, False) if add_special_tokens else token_ids
         first, last = kept_parts(token_ids, plain, max_tokens, keeps_first=keeps_first)
         return token_ids[first] + token_ids[last]
 
     def spans(self, text: str) -> tuple[TokenIds, list[tuple[int, int]]]:
-        """Return the token ids of `text`, including special ones, and the span that each covers."""
-        if self._spans is not None:
-            return self._spans(text)
+        """Return the token ids of `text`, including special ones, and the (begin, end) of each token's characters."""
+        if self.find_spans is not None:
+            return self.find_spans(text)
         token_ids = self.encode(text)
         lengths = [0 if i in self.special_ids else len(self.token_text(i)) for i in token_ids]
         ends = [min(end, len(text)) for end in itertools.accumulate(lengths)]
@@ -124,7 +119,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; invalid UTF-8 becomes U+FFFD, and ids outside the vocabulary are ignored."""
-        return self._decode(token_ids, skip_special_tokens)
+        return self.decode_ids(token_ids, skip_special_tokens)
 
     @overload
     def apply_chat_template(
@@ -192,7 +187,9 @@ class Tokenizer:
         content_format: str | None = None,
         continue_final_message: bool = False,
     ) -> RenderedChat:
-        """Render a chat; template variables are a mapping, since their names may come from a request.
+        """Render a chat's messages with a template; RenderedChat has the prompt as text.
+
+        Template variables are a mapping, since their names may come from a request.
 
         Args:
             messages: messages as in `apply_chat_template`.
@@ -217,23 +214,33 @@ class Tokenizer:
             return template.render_chat(messages, given, content_format, continue_final_message=continue_final_message)
 
         text = render((messages, given))
-        literal = self._literal
-        return RenderedChat(text, literal.mark(text, (messages, given), template.sought, render) if literal else text)
+        if self.literal is None:
+            return RenderedChat(text, text)
+        return RenderedChat(text, self.literal.mark(text, (messages, given), template.sought, render))
 
     def encode_chat(self, chat: RenderedChat, add_special_tokens: bool = False) -> TokenIds:
         """Return the token ids of a rendered chat; its template has usually written the BOS."""
-        if self._literal is None or chat.marked == chat.text:
+        if self.literal is None or chat.marked == chat.text:
             return self.encode(chat.text, add_special_tokens=add_special_tokens)
-        return self._literal.encode(chat.text, chat.marked, add_special_tokens)
+        return self.literal.encode(chat.text, chat.marked, add_special_tokens)
 
     def chat_variables(self, chat_template: str | None = None, *, has_tools: bool) -> frozenset[str]:
-        """Return the names that a chat template reads; RequestError if there is none."""
+        """Return the variables that a chat template reads; arguments as in `_template_source`."""
         return self._template(self._template_source(chat_template, has_tools)).variables
 
-    def _template_source(self, wanted: str | None, with_tools: bool) -> str:
-        if wanted is not None:
-            return self.chat_template.get(wanted, wanted)
-        name = "tool_use" if with_tools and "tool_use" in self.chat_template else "default"
+    def _template_source(self, chat_template: str | None, has_tools: bool) -> str:
+        """Return the Jinja source of a chat template.
+
+        Args:
+            chat_template: source, or the name of one of the tokenizer's templates; None for the default.
+            has_tools: True if the default is for chats with tools.
+
+        Raises:
+            RequestError: the tokenizer has no template.
+        """
+        if chat_template is not None:
+            return self.chat_template.get(chat_template, chat_template)
+        name = "tool_use" if has_tools and "tool_use" in self.chat_template else "default"
         if name not in self.chat_template:
             raise RequestError(
                 "chat needs a chat template, and this tokenizer has none (chat_template.jinja, or chat_template in "
@@ -242,6 +249,7 @@ class Tokenizer:
         return self.chat_template[name]
 
     def _template(self, source: str) -> ChatTemplate:
+        """Return the compiled template for a Jinja source; the last ones are cached."""
         if source not in self._compiled:
             if len(self._compiled) >= MAX_COMPILED_TEMPLATES:  # requests may have their own
                 self._compiled.clear()
@@ -257,7 +265,7 @@ def kept_parts(
 
     Args:
         token_ids: prompt tokens, more than `max_tokens`.
-        plain: the same without the special tokens around them, which are kept if they fit.
+        plain: `token_ids` without the special tokens at both ends, which are kept if they fit.
         max_tokens: number of tokens to keep.
         keeps_first: True to keep the text's first tokens instead of its last ones.
     """

@@ -124,7 +124,7 @@ def test_entries_of_the_prompt_follow_none(tokenizer: Tokenizer) -> None:
 
 def test_the_thread_that_steps_decodes_and_makes_nothing(tokenizer: Tokenizer) -> None:
     decoded: list[int] = []
-    decode = tokenizer._decode
+    decode = tokenizer.decode_ids
     tokenizer = Tokenizer(
         lambda text, add_special: [],
         lambda ids, skip_special: [decoded.extend(ids), decode(ids, skip_special)][1],
