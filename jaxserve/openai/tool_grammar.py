@@ -12,7 +12,8 @@ from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.errors import RequestError
 from jaxserve.openai.chat_formats import CallSyntax, ChatFormat, MessageSyntax
 from jaxserve.openai.tools import Function, Tools
-from jaxserve.text.structured_output.lark import WHITESPACE, form_rules, quoted, schema_rules, whitespace_options
+from jaxserve.text.structured_output.exact_schema import quoted
+from jaxserve.text.structured_output.lark import WHITESPACE, form_rules, schema_rules, whitespace_options
 
 _ARGUMENTS = "\0"
 

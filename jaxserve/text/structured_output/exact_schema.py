@@ -1,4 +1,4 @@
-"""Grammar rules with exact numbers, for JSON schemas whose numbers llguidance would round to doubles.
+"""Grammar rules for JSON schemas with inexact numbers: bounds and constants that llguidance would round to doubles.
 
 Only the schemas around such numbers are written as rules; llguidance reads all other parts.
 """
@@ -39,22 +39,20 @@ _NOTES = {
 
 
 def dumps(value: Any) -> str:
-    """Return a value as JSON; decimals become floats."""
+    """Return a value as JSON text; decimals become floats."""
     return json.dumps(value, default=float)
 
 
 def has_inexact_numbers(schema: Any) -> bool:
-    """Return whether a schema has numbers that llguidance would round."""
+    """Return whether a JSON schema has bounds or constants that llguidance would round."""
     if not isinstance(schema, dict):
         return False
-    if any(not _is_exact(schema[key]) for key in _NUMBERS if key in schema):
-        return True
-    if any(_has_inexact(schema[key]) for key in ("const", "enum") if key in schema):
-        return True
-    return any(map(has_inexact_numbers, _subschemas(schema)))
+    values = (schema[key] for key in (*_NUMBERS, "const", "enum") if key in schema)
+    return any(map(_has_inexact, values)) or any(map(has_inexact_numbers, _subschemas(schema)))
 
 
 def _subschemas(schema: Json) -> Iterable[Any]:
+    """Yield the schemas directly inside a schema."""
     yield from (schema[key] for key in _WITH_SCHEMA if isinstance(schema.get(key), dict))
     for key in _WITH_SCHEMAS:
         yield from schema[key] if isinstance(schema.get(key), list) else ()
@@ -63,12 +61,14 @@ def _subschemas(schema: Json) -> Iterable[Any]:
 
 
 def _has_inexact(value: Any) -> bool:
+    """Return whether a JSON value is, or contains, a number that llguidance would round."""
     if isinstance(value, dict):
         return any(map(_has_inexact, value.values()))
     return any(map(_has_inexact, value)) if isinstance(value, list) else not _is_exact(value)
 
 
 def _is_exact(value: Any) -> bool:
+    """Return whether llguidance reads a scalar without rounding; only numbers may be rounded."""
     if isinstance(value, int):
         return abs(value) <= MAX_EXACT
     if not isinstance(value, float):
@@ -82,15 +82,15 @@ def _is_exact(value: Any) -> bool:
 
 
 class ExactSchema:
-    """Rules for a schema with exact numbers.
+    """Builder of the rules for a JSON schema with inexact numbers.
 
     Args:
-        name: name of the first rule, and prefix for the others.
+        name: name of the first rule, and prefix of the others.
         schema: the schema.
         options: llguidance's white space options.
 
     Attributes:
-        rules: the rules.
+        rules: rules in llguidance's variant of Lark.
 
     Raises:
         RequestError: a schema with such numbers has an unsupported keyword; the message names it.
@@ -105,6 +105,7 @@ class ExactSchema:
         self.rules: list[str] = []
         pattern = options.get("whitespace_pattern", "")
         self._space = f"{name.upper()}_SPACE" if pattern else ""
+        self._comma, self._colon = (f'{self._space} "{sign}" {self._space}' for sign in ",:")
         start = self._any(schema)
         self.rules.insert(0, f"{name}: {start}")
         if pattern:
@@ -114,13 +115,16 @@ class ExactSchema:
         """Return a grammar expression for any schema; only schemas with inexact numbers get rules from this class."""
         if not self._is_inexact(schema):
             return self._unchanged(schema)
-        kinds = [key for key in ("$ref", "anyOf", "allOf", "const", "enum") if key in schema]
-        if kinds:
-            kind = kinds[0]
-            self._check(schema, {kind, *(("type",) if kind in ("const", "enum") else ())})
-            return getattr(self, {"$ref": "_reference", "anyOf": "_choice", "allOf": "_same"}.get(kind, "_literals"))(
-                schema
-            )
+        builders = {
+            "$ref": self._reference,
+            "anyOf": self._choice,
+            "allOf": self._same,
+            **dict.fromkeys(("const", "enum"), self._literals),
+        }
+        for keyword, build in builders.items():
+            if keyword in schema:
+                self._check(schema, {keyword, "type"} if keyword in ("const", "enum") else {keyword})
+                return build(schema)
         types = schema.get("type") or next((name for key, name in _IMPLIED.items() if key in schema), None)
         if isinstance(types, list):
             return self._choice({"anyOf": [schema | {"type": each} for each in types]})
@@ -135,13 +139,13 @@ class ExactSchema:
         raise _refusal(f"a type beside {sorted(schema.keys() - _NOTES)}, got {brief(types)}")
 
     def _is_inexact(self, schema: Any) -> bool:
-        """Return whether a schema, or one that it refers to, has numbers that llguidance would round."""
+        """Return whether a schema, or one to which it refers, has inexact numbers."""
         if not isinstance(schema, dict):
             return False
         return has_inexact_numbers(_without_definitions(schema)) or bool(_references(schema) & self._inexact)
 
     def _find_inexact(self) -> frozenset[str]:
-        """Return the references that lead to such numbers, directly or not."""
+        """Return the references in the whole schema that lead to inexact numbers, directly or not."""
         parts = {each: self._resolved(each) for each in _references(self._root) | self._within}
         found = {each for each, part in parts.items() if has_inexact_numbers(part)}
         referring = {each: _references(part) for each, part in parts.items()}
@@ -150,7 +154,7 @@ class ExactSchema:
         return frozenset(found)
 
     def _unchanged(self, schema: Any) -> str:
-        """Return an expression for a schema that llguidance reads exactly."""
+        """Return the name of a rule in which llguidance reads a schema, which has no inexact numbers."""
         if schema is False:
             raise RequestError(f"{_UNSATISFIED}, got false where a value is needed")
         whole = {} if schema is True else schema
@@ -164,7 +168,7 @@ class ExactSchema:
         return self._defined[text]
 
     def _rule(self, expression: str, *, terminal: bool = False) -> str:
-        """Add a rule and return its name, in capitals for a terminal (a regular expression for the lexer)."""
+        """Add a rule and return its new name, in capitals for a terminal (a regular expression for the lexer)."""
         self._num_rules += 1
         self._num_chars += len(expression)
         if self._num_chars > _MAX_CHARS:
@@ -227,28 +231,18 @@ class ExactSchema:
     def _literal(self, value: Any) -> str:
         """Return an expression for exactly this JSON value, with optional white space."""
         if isinstance(value, dict):
-            members = [f"{_quoted(json.dumps(key))} {self._colon} {self._literal(each)}" for key, each in value.items()]
+            members = [f"{quoted(json.dumps(key))} {self._colon} {self._literal(each)}" for key, each in value.items()]
             return self._bracketed("{", members, "}")
         if isinstance(value, list):
             return self._bracketed("[", list(map(self._literal, value)), "]")
         if isinstance(value, float | Decimal):
             plain = format(_decimal("const", value), "f")
-            return _quoted(plain.rstrip("0").rstrip(".") if "." in plain else plain)
-        return _quoted(json.dumps(value, ensure_ascii=False))
+            return quoted(plain.rstrip("0").rstrip(".") if "." in plain else plain)
+        return quoted(json.dumps(value, ensure_ascii=False))
 
     def _bracketed(self, opening: str, parts: list[str], closing: str) -> str:
         """Return an expression for an object or array whose members have the expressions `parts`."""
         return f'"{opening}" {self._space} {f" {self._comma} ".join(parts)} {self._space} "{closing}"'
-
-    @property
-    def _comma(self) -> str:
-        """Expression for a comma with optional white space around it."""
-        return f'{self._space} "," {self._space}'
-
-    @property
-    def _colon(self) -> str:
-        """Expression for a colon with optional white space around it."""
-        return f'{self._space} ":" {self._space}'
 
     def _number(self, schema: Json, *, is_integer: bool) -> str:
         """Return a terminal for numbers within all of a schema's bounds; `multipleOf` is rejected."""
@@ -256,26 +250,22 @@ class ExactSchema:
             value = schema["multipleOf"]
             raise _refusal(f"multipleOf and the bounds beside it within {MAX_EXACT} and 15 digits, got {brief(value)}")
         self._check(schema, {"type", *_BOUNDS})
-        expressions = []
-        for key in _BOUNDS:
-            if key not in schema:
-                continue
-            exact = _decimal(key, schema[key])
-            expressions.append("|".join(bounded(key, exact, is_integer=is_integer)))
-        if any(not each for each in expressions):
+        given = [key for key in _BOUNDS if key in schema]
+        expressions = ["|".join(bounded(key, _decimal(key, schema[key]), is_integer=is_integer)) for key in given]
+        if not all(expressions):
             raise RequestError(f"{_UNSATISFIED}, got {brief(schema)}")
         return self._rule(" & ".join(f"/{each}/" for each in expressions), terminal=True)
 
     def _array(self, schema: Json) -> str:
         """Return an expression for an array of `items`, with `minItems` to `maxItems` elements."""
         self._check(schema, {"type", "items", "minItems", "maxItems"})
-        least, most = schema.get("minItems", 0), schema.get("maxItems")
-        if most == 0:
+        min_items, max_items = schema.get("minItems", 0), schema.get("maxItems")
+        if max_items == 0:
             return f'"[" {self._space} "]"'
         item = self._any(schema["items"])
-        further = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+        further = f"{{{max(0, min_items - 1)},{'' if max_items is None else max_items - 1}}}"
         items = f"{item} ({self._comma} {item}){further}"
-        return self._rule(f'"[" {self._space} {items if least else f"({items})?"} {self._space} "]"')
+        return self._rule(f'"[" {self._space} {items if min_items else f"({items})?"} {self._space} "]"')
 
     def _object(self, schema: Json) -> str:
         """Return an expression for an object with these properties in order, and no others."""
@@ -288,7 +278,7 @@ class ExactSchema:
         for name, value in reversed(properties.items()):
             if value is False and name not in required:
                 continue
-            member = f"{_quoted(json.dumps(name))} {self._colon} {self._any(value)}"
+            member = f"{quoted(json.dumps(name))} {self._colon} {self._any(value)}"
             if name in required:
                 first = self._rule(f"{member} {rest}")
                 rest = self._rule(f"{self._comma} {member} {rest}")
@@ -310,6 +300,7 @@ def _references(schema: Json) -> frozenset[str]:
 
 
 def _has_type(value: Any, type_name: str) -> bool:
+    """Return whether a JSON value has a JSON schema's type; 1.0 is an integer too."""
     if isinstance(value, bool) or value is None:
         return type_name == ("null" if value is None else "boolean")
     if isinstance(value, int | float | Decimal):
@@ -319,24 +310,23 @@ def _has_type(value: Any, type_name: str) -> bool:
 
 
 def _decimal(keyword: str, value: Any) -> Decimal:
-    """Return a keyword's number with all its digits."""
+    """Return a keyword's value as a decimal with all digits; RequestError if it is no number, or too long."""
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise _refusal(f"numbers as {keyword}, got {brief(value)}")
     exact = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
-    if (
-        not exact.is_finite()
-        or abs(exact.adjusted()) > _MAX_PLACES
-        or int(exact.as_tuple().exponent) < -2 * _MAX_PLACES
-    ):
+    is_short = exact.is_finite() and abs(exact.adjusted()) <= _MAX_PLACES
+    if not is_short or int(exact.as_tuple().exponent) < -2 * _MAX_PLACES:
         raise _refusal(f"numbers of at most {_MAX_PLACES} places as {keyword}, got {brief(value)}")
     return exact
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Return a text as a Lark string."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
 def _refusal(wanted: str) -> RequestError:
+    """Return the error for a schema with inexact numbers that lacks the property `wanted`."""
     return RequestError(
         f"JSON schemas with numbers beyond {MAX_EXACT} or of more than 15 digits must have {wanted}; "
         "write such numbers as strings, or give them other bounds"

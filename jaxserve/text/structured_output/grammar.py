@@ -31,8 +31,14 @@ _LIMITS: dict[str, Any] = {  # llguidance's limits for compiling a grammar and f
 }
 
 
-class _Compiled(NamedTuple):
-    """Compiled grammar: its matcher before the first token, its first mask, and the memory for both."""
+class CompiledGrammar(NamedTuple):
+    """Compiled grammar.
+
+    Attributes:
+        matcher: llguidance's matcher before the first token, which only copies advance.
+        words: mask of the tokens that may come first, one bit each.
+        num_bytes: memory for both.
+    """
 
     matcher: Any
     words: NDArray[np.int32]
@@ -40,39 +46,35 @@ class _Compiled(NamedTuple):
 
 
 class TokenConstraint:
-    """Tokens that may come next in one output; they depend only on the output.
+    """Constraint on one output: the tokens that may come next, which depend only on the output.
 
     Args:
-        matcher: llguidance's matcher before the first token, owned by this object.
-        first_words: its mask.
+        grammar: grammar that the output must follow.
         allowed: mask of the tokens that the request allows; None allows all.
         stop_ids: ids that end the output.
         min_tokens: number of tokens before `stop_ids` can be sampled.
         takes_forced: True to append tokens immediately if no other token is possible.
-        num_bytes: memory for the compiled grammar.
 
     Attributes:
         num_bytes: memory for the compiled grammar.
+        words: mask of the tokens that may come next, one bit each; read-only.
         forced: tokens that the last `advance` appended; they belong to the output.
-        error: why an unfinished output cannot continue; empty otherwise.
+        error: reason why an unfinished output cannot continue; empty otherwise.
         has_ended: True if no further token may follow.
     """
 
     def __init__(
         self,
-        matcher: Any,
-        first_words: NDArray[np.int32],
+        grammar: CompiledGrammar,
         *,
         allowed: NDArray[np.int32] | None,
         stop_ids: frozenset[int],
         min_tokens: int,
-        takes_forced: bool = False,
-        num_bytes: int = 0,
+        takes_forced: bool,
     ) -> None:
-        self.num_bytes = num_bytes
-        self._first, self._matcher = matcher, matcher.deep_copy()
-        self._first_words, self._words = first_words, first_words
-        self._allowed, self._stop_ids, self._min_tokens = allowed, sorted(stop_ids), min_tokens
+        self._grammar, self._matcher = grammar, grammar.matcher.deep_copy()
+        self.num_bytes, self.words = grammar.num_bytes, grammar.words
+        self._allowed, self._stop_ids, self._min_tokens = allowed, stop_ids, min_tokens
         self._takes_forced, self._num_accepted = takes_forced, 0
         self.forced: list[int] = []
         self.error = ""
@@ -80,24 +82,17 @@ class TokenConstraint:
         self._restrict()
 
     def again(self) -> TokenConstraint:
-        """Return a copy before the first token."""
+        """Return the same constraint for an output without tokens."""
         return TokenConstraint(
-            self._first,
-            self._first_words,
+            self._grammar,
             allowed=self._allowed,
-            stop_ids=frozenset(self._stop_ids),
+            stop_ids=self._stop_ids,
             min_tokens=self._min_tokens,
             takes_forced=self._takes_forced,
-            num_bytes=self.num_bytes,
         )
 
-    @property
-    def words(self) -> NDArray[np.int32]:
-        """Mask of the tokens that may come next, one bit each; read-only."""
-        return self._words
-
     def advance(self, output_token_ids: Sequence[int]) -> None:
-        """Advance the matcher over the output's new tokens."""
+        """Update `words` and the other attributes for an output with new tokens at its end."""
         new, self.forced = output_token_ids[self._num_accepted :], []
         if not new or self.has_ended:
             return
@@ -105,14 +100,14 @@ class TokenConstraint:
         if self._matcher.consume_tokens(new):
             if self._takes_forced:
                 self._force()
-            self._words = token_mask(self._matcher, len(self._first_words))
+            self.words = token_mask(self._matcher, len(self._grammar.words))
         if self._matcher.is_error():
             self.error, self.has_ended = self._matcher.get_error(), True
         else:
             self._restrict()
 
     def _force(self) -> None:
-        """Append tokens while only one is possible, up to one that is not allowed or ends the output."""
+        """Append tokens to `forced` while only one is possible, up to one that is not allowed or ends the output."""
         for token_id in self._matcher.compute_ff_tokens():
             is_allowed = self._allowed is None or self._allowed[token_id // _WORD_BITS] >> token_id % _WORD_BITS & 1
             if not is_allowed or token_id in self._stop_ids or not self._matcher.consume_tokens([token_id]):
@@ -121,10 +116,10 @@ class TokenConstraint:
         self._num_accepted += len(self.forced)
 
     def _restrict(self) -> None:
-        """Drop tokens that sampling forbids; if none remains, the output ends."""
+        """Remove tokens that the request forbids from `words`; if none remains, the output ends."""
         if self._allowed is not None:
-            self._words = self._words & self._allowed
-        rest = self._words
+            self.words = self.words & self._allowed
+        rest = self.words
         if self._num_accepted < self._min_tokens:
             rest = rest.copy()
             for token_id in self._stop_ids:
@@ -136,6 +131,7 @@ class TokenConstraint:
 
 
 def token_mask(matcher: Any, num_words: int) -> NDArray[np.int32]:
+    """Return the mask of the tokens that a matcher accepts next, one bit each, in `num_words` 32-bit words."""
     words = np.zeros(num_words, np.int32)
     matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
     return words
@@ -160,16 +156,14 @@ class GrammarCompiler:
             message = f"structured_outputs need llguidance, but: {error}; {install_extra('structured')}"
             raise RequestError(message) from error
         self._llguidance = llguidance
-        num_words = -(-vocab_size // _WORD_BITS)
-        self._eos_ids, self._vocab_size = eos_ids, vocab_size
         try:
             self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_ids))
         except Exception as error:
             raise RequestError(f"structured_outputs need a tokenizer that llguidance can use, got: {error}") from None
-        self._num_words = num_words
+        self._num_words = -(-vocab_size // _WORD_BITS)
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._trials = Trials(tokenizer_json, vocab_size, sorted(eos_ids), _LIMITS)
-        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._turns: dict[tuple[str, str], threading.Lock] = {}  # (tenant, grammar) being compiled
         self._num_waiting: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()  # guards the tables, and copying compiled grammars
@@ -184,7 +178,7 @@ class GrammarCompiler:
         tenant: str = "",
         tried_bytes: int | None = None,
     ) -> TokenConstraint:
-        """Return an output's constraint; RequestError if llguidance refuses the grammar.
+        """Return a constraint for one output, and compile its grammar unless it is cached.
 
         Args:
             form: structure of the output.
@@ -192,7 +186,10 @@ class GrammarCompiler:
             stop_ids: ids that end the output.
             min_tokens: number of tokens before `stop_ids` can be sampled.
             tenant: client's tenant; all tenants use the same compiling processes.
-            tried_bytes: memory for the grammar, if it is known to stay within the limits.
+            tried_bytes: memory for the grammar if a trial compilation has shown it; None to try it first.
+
+        Raises:
+            RequestError: llguidance refuses the grammar, or it allows no first token.
         """
         found = self._find(form)
         if found is None:
@@ -205,13 +202,11 @@ class GrammarCompiler:
             allowed = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
         with self._lock:
             constraint = TokenConstraint(
-                found.matcher,
-                found.words,
+                found,
                 allowed=allowed,
                 stop_ids=stop_ids,
                 min_tokens=min_tokens,
                 takes_forced=form.append_forced_tokens,
-                num_bytes=found.num_bytes,
             )
         if constraint.has_ended:
             raise RequestError(
@@ -219,15 +214,16 @@ class GrammarCompiler:
             )
         return constraint
 
-    def _find(self, form: StructuredOutputsParams) -> _Compiled | None:
+    def _find(self, form: StructuredOutputsParams) -> CompiledGrammar | None:
+        """Return the cached grammar for a structure; None if there is none."""
         with self._lock:
             found = self._compiled.get(form.key)
             if found is not None:
                 self._compiled.move_to_end(form.key)
             return found
 
-    def _keep(self, form: StructuredOutputsParams, new: _Compiled) -> _Compiled:
-        """Cache and return a compiled grammar."""
+    def _keep(self, form: StructuredOutputsParams, new: CompiledGrammar) -> CompiledGrammar:
+        """Cache the compiled grammar for a structure, and return it; the oldest ones are dropped beyond the limits."""
         with self._lock:
             self._compiled[form.key] = new
             while len(self._compiled) > MAX_COMPILED or (
@@ -238,7 +234,7 @@ class GrammarCompiler:
 
     @contextmanager
     def _one_at_a_time(self, key: tuple[str, str]) -> Iterator[None]:
-        """Block other threads with the same key."""
+        """Context that blocks other threads with the same (tenant, grammar) key."""
         with self._lock:
             turn = self._turns.setdefault(key, threading.Lock())
             self._num_waiting[key] += 1
@@ -251,10 +247,14 @@ class GrammarCompiler:
                 if not self._num_waiting[key]:
                     del self._turns[key], self._num_waiting[key]
 
-    def _compile(self, form: StructuredOutputsParams, tenant: str, tried_bytes: int | None) -> _Compiled:
-        """Compile a grammar; RequestError if llguidance refuses it, or if its trial exceeds the limits."""
+    def _compile(self, form: StructuredOutputsParams, tenant: str, tried_bytes: int | None) -> CompiledGrammar:
+        """Compile the grammar for a structure; arguments as in `constraint`.
+
+        Raises:
+            RequestError: llguidance refuses the grammar, or its trial exceeds the limits.
+        """
         try:
-            grammar = self._grammar(form)
+            grammar = self._grammar_text(form)
         except RequestError:
             raise
         except Exception as error:
@@ -264,9 +264,10 @@ class GrammarCompiler:
         words = token_mask(matcher, self._num_words)
         if matcher.is_error():
             raise refused(matcher.get_error())
-        return _Compiled(matcher, words, max(num_bytes, len(grammar)))
+        return CompiledGrammar(matcher, words, max(num_bytes, len(grammar)))
 
-    def _grammar(self, form: StructuredOutputsParams) -> str:
+    def _grammar_text(self, form: StructuredOutputsParams) -> str:
+        """Return the grammar for a structure in llguidance's JSON format."""
         make: Any = self._llguidance.LLMatcher
         if form.regex is not None:
             return make.grammar_from_regex(form.regex)
@@ -276,9 +277,8 @@ class GrammarCompiler:
             return make.grammar_from_regex("|".join(f"({_escaped(text)})" for text in form.choice))
         options = whitespace_options(form)
         if has_inexact_numbers(form.schema):
-            return make.grammar_from_lark(
-                "\n".join(["%llguidance {}", *schema_rules("start", form.schema, options), ""])
-            )
+            rules = ["%llguidance {}", *schema_rules("start", form.schema, options), ""]
+            return make.grammar_from_lark("\n".join(rules))
         return make.grammar_from_json_schema(dumps(form.schema), None, options)
 
 

@@ -1,21 +1,20 @@
-"""Output structures as rules in llguidance's variant of Lark, which other rules may use."""
+"""Output structures as rules in llguidance's variant of Lark, to which other rules may refer."""
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.errors import RequestError
-from jaxserve.text.structured_output.exact_schema import ExactSchema, dumps, has_inexact_numbers
+from jaxserve.text.structured_output.exact_schema import ExactSchema, dumps, has_inexact_numbers, quoted
 
-WHITESPACE = r"[ \t\n\r]{1,32}"  # between JSON tokens: without a limit, a weak model may sample only spaces
+WHITESPACE = r"[ \t\n\r]{1,32}"  # limited, as a weak model may sample only spaces between JSON tokens
 _TO_ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 def whitespace_options(form: StructuredOutputsParams) -> dict[str, Any]:
-    """Return llguidance's white space options for a JSON structure."""
+    """Return llguidance's options for white space between the tokens of a JSON structure."""
     if form.disable_any_whitespace:
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": form.whitespace_pattern or WHITESPACE}
@@ -42,10 +41,6 @@ def schema_rules(name: str, schema: dict[str, Any], options: dict[str, Any]) -> 
         raise RequestError("JSON schemas must be nested less deeply") from None
 
 
-def quoted(text: str) -> str:
-    """Return a text as a Lark string."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
-
-
 def _escaped(found: re.Match[str]) -> str:
+    """Return a slash, line break or escape sequence as a Lark regular expression needs it."""
     return {"/": r"\/", "\n": r"\n"}.get(found.group(), found.group())

@@ -8,11 +8,11 @@ _ANY, _FRACTION = "(0|[1-9][0-9]*)", r"(\.[0-9]+)?"
 
 
 def bounded(keyword: str, bound: Decimal, *, is_integer: bool) -> list[str]:
-    """Return alternative expressions for the numbers that obey a JSON schema keyword.
+    """Return alternative regular expressions for the numbers that obey a JSON schema keyword; none if no number does.
 
     Args:
         keyword: "minimum", "exclusiveMinimum", "maximum" or "exclusiveMaximum".
-        bound: its value.
+        bound: value of the keyword.
         is_integer: True for integers only.
     """
     is_strict, size = keyword.startswith("exclusive"), bound.copy_abs()  # `abs` would round
@@ -27,12 +27,13 @@ def bounded(keyword: str, bound: Decimal, *, is_integer: bool) -> list[str]:
 
 
 def _parts(bound: Decimal) -> tuple[int, str]:
-    """Return a bound's integer part and the digits of its fraction."""
+    """Return a bound's integer part, and the digits of its fraction without trailing zeros."""
     whole, _, digits = format(bound, "f").partition(".")
     return int(whole), digits.rstrip("0")
 
 
 def _at_least(bound: Decimal, *, is_strict: bool, is_integer: bool) -> list[str]:
+    """Return alternative expressions for the numbers from a bound >= 0 upwards, without the bound if strict."""
     whole, digits = _parts(bound)
     if is_integer:
         return [_whole_at_least(str(whole + bool(digits or is_strict)))]
@@ -41,6 +42,7 @@ def _at_least(bound: Decimal, *, is_strict: bool, is_integer: bool) -> list[str]
 
 
 def _at_most(bound: Decimal, *, is_strict: bool, is_integer: bool) -> list[str]:
+    """Return alternative expressions for the numbers from 0 up to a bound, without the bound if strict."""
     whole, digits = _parts(bound)
     if is_integer:
         whole -= is_strict and not digits
@@ -54,6 +56,7 @@ def _at_most(bound: Decimal, *, is_strict: bool, is_integer: bool) -> list[str]:
 
 
 def _whole_at_least(number: str) -> str:
+    """Return an expression for the integers that are at least `number`, which is written in digits."""
     if number == "0":
         return _ANY
     found = [number, f"[1-9][0-9]{{{len(number)},}}"]
@@ -64,11 +67,12 @@ def _whole_at_least(number: str) -> str:
 
 
 def _whole_at_most(number: str) -> str:
+    """Return an expression for the integers from 0 to `number`, which is written in digits."""
     found = [number] if len(number) == 1 else [number, "0", f"[1-9][0-9]{{0,{len(number) - 2}}}"]
     for index, digit in enumerate(number):
-        least = int(index == 0 and len(number) > 1)
-        if int(digit) > least:
-            found.append(f"{number[:index]}[{least}-{int(digit) - 1}][0-9]{{{len(number) - index - 1}}}")
+        first = int(index == 0 and len(number) > 1)
+        if int(digit) > first:
+            found.append(f"{number[:index]}[{first}-{int(digit) - 1}][0-9]{{{len(number) - index - 1}}}")
     return f"({'|'.join(found)})"
 
 
@@ -76,7 +80,7 @@ def _whole_at_most(number: str) -> str:
 
 
 def _digits_at_least(digits: str, *, is_strict: bool) -> str:
-    """Return an expression for fraction digits that are at least these."""
+    """Return an expression for the fractions that are at least 0.`digits`, as digits after the point."""
     found = [digits + ("[0-9]*[1-9][0-9]*" if is_strict else "[0-9]*")]
     for index, digit in enumerate(digits):
         if digit != "9":
@@ -85,7 +89,10 @@ def _digits_at_least(digits: str, *, is_strict: bool) -> str:
 
 
 def _digits_at_most(digits: str, *, is_strict: bool) -> str:
-    """Return an expression for fraction digits that are at most these; the last one is not 0."""
+    """Return an expression for the fractions that are at most 0.`digits`, as digits after the point.
+
+    The last of `digits` is not 0.
+    """
     found = [digits[:length] for length in range(1, len(digits))]
     for index, digit in enumerate(digits):
         if digit != "0":

@@ -47,22 +47,22 @@ _SCRIPT = Path(__file__).with_name("child.py")
 
 
 class Cost(NamedTuple):
-    """A grammar's processor time and memory."""
+    """Processor time and memory that compiling a grammar took."""
 
     cpu_s: float
     num_bytes: int
 
 
 class TooLongError(RequestError):
-    """Error if a grammar exceeds its time or memory."""
+    """Error if a grammar exceeds its limit of compile time or memory."""
 
 
 class BusyError(RequestError):
-    """Error if a grammar has waited too long for a process, or none could be started."""
+    """Error if a grammar has waited too long for a compiling process, or if none could be started."""
 
 
 def refused(reason: str) -> RequestError:
-    """Return the error for a grammar that llguidance refuses."""
+    """Return the error for a grammar that llguidance refuses with the message `reason`."""
     if unknown := _UNKNOWN.search(reason):
         return RequestError(f"JSON schemas in structured_outputs must do without the keywords {unknown[1][:500]}")
     if _UNSATISFIABLE in reason:
@@ -75,10 +75,10 @@ def refused(reason: str) -> RequestError:
 
 
 class Child:
-    """Process that compiles one grammar at a time; it starts with the first one.
+    """Process that compiles one grammar at a time; it starts with the first grammar.
 
     Args:
-        start: first input line.
+        start: first line of its input, which has the tokenizer and the limits.
     """
 
     def __init__(self, start: bytes) -> None:
@@ -87,7 +87,7 @@ class Child:
         self._at_end: weakref.finalize[..., Any] | None = None  # ends the process with this object or at exit
 
     def compile(self, grammar: str) -> Cost:
-        """Return a grammar's cost; RequestError if it is refused or exceeds a limit."""
+        """Compile a grammar in the process, and return its cost; RequestError if it is refused or exceeds a limit."""
         line = json.dumps(grammar).encode() + b"\n"
         if self._process is None or self._process.poll() is not None:
             self.end()  # closes the pipes if it has already ended
@@ -124,6 +124,7 @@ class Child:
             self._at_end()
 
     def _write(self, line: bytes) -> None:
+        """Write a line to the process's input."""
         assert self._process is not None, "it was started"
         assert self._process.stdin is not None, "it has pipes"
         with suppress(OSError):  # reading the answer shows whether it has ended
@@ -131,7 +132,7 @@ class Child:
             self._process.stdin.flush()
 
     def _read(self, timeout_s: int | float) -> dict[str, Any] | None:
-        """Return the next answer; None if it does not come in time, or if the process has ended."""
+        """Return the process's next answer; None if it does not come in time, or if the process has ended."""
         assert self._process is not None, "it was started"
         assert self._process.stdout is not None, "it has pipes"
         output, data = self._process.stdout, b""
@@ -151,7 +152,7 @@ class Child:
 
 
 class Trials:
-    """Child processes for all tenants; one tenant never occupies all of them. Thread-safe.
+    """Compilation of grammars in child processes for all tenants; one tenant never occupies all. Thread-safe.
 
     Args:
         tokenizer_json: text of `tokenizer.json`.
@@ -172,7 +173,11 @@ class Trials:
         self._refused: OrderedDict[bytes, tuple[float, RequestError]] = OrderedDict()  # keys are hashes
 
     def run(self, grammar: str, tenant: str) -> Cost:
-        """Return a grammar's cost; RequestError if it is refused, exceeds a limit, or waits too long."""
+        """Compile a tenant's grammar in a child process, and return its cost; refusals are remembered.
+
+        Raises:
+            RequestError: the grammar is refused, exceeds a limit, or waits too long.
+        """
         key = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
         with self._changed:
             until_s, error = self._refused.get(key, (0.0, None))
@@ -192,7 +197,7 @@ class Trials:
 
     @contextmanager
     def _child(self, tenant: str) -> Iterator[Child]:
-        """Lend a child to a tenant when its turn comes."""
+        """Wait until it is a tenant's turn, and yield a free child for its use inside the context."""
         until_s = time.monotonic() + PATIENCE * COMPILE_S
         with self._changed:
             self._waiting[tenant] += 1
@@ -220,7 +225,10 @@ class Trials:
                 self._changed.notify_all()
 
     def _is_next(self, tenant: str) -> bool:
-        """Return whether a child is free for a tenant: the last one is reserved for tenants without one."""
+        """Return whether a child is free, and no waiting tenant comes before this one.
+
+        The last free child is reserved for tenants without one.
+        """
         if not self._free or (len(self._free) == 1 and self._num_running[tenant]):
             return False
 
@@ -231,6 +239,7 @@ class Trials:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process, and close its pipes."""
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -240,6 +249,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _new_process() -> subprocess.Popen[bytes]:
+    """Start a compiling process; BusyError if the system refuses it."""
     # Imports come from this process's path, not from the script's directory, whose modules would shadow others.
     path = os.pathsep.join(filter(None, sys.path))
     try:
