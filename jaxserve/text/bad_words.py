@@ -13,7 +13,7 @@ MAX_CHARS = 4096  # maximum characters per word, for tokenizers without a bound
 def encode_bad_words(
     words: Sequence[str], encode: Callable[[str], TokenIds], bound: TokenBound = NO_BOUND
 ) -> tuple[tuple[int, ...], ...]:
-    """Return each word's token ids at the start of a text and, as in vLLM, after a space.
+    """Return the token ids of each word, at the start of a text and, as in vLLM, after a space.
 
     The second sequence is dropped if it differs in length or has the same first token: if the space is a token by
     itself, or disappears, the first sequence matches already.
@@ -21,7 +21,7 @@ def encode_bad_words(
     Args:
         words: non-blank texts.
         encode: function from a text to its token ids without special tokens.
-        bound: minimum number of tokens in a text.
+        bound: lower bound on the number of tokens in a text, by which long words are refused before they are encoded.
 
     Raises:
         RequestError: a word is too long, or there are too many words.
@@ -48,6 +48,7 @@ def encode_bad_words(
 
 
 def _wrong_length(word: str, num_tokens: str) -> RequestError:
+    """Return the error for a word with the wrong number of tokens."""
     return RequestError(
         f"a bad word must be 1 to {MAX_BAD_SEQUENCE_TOKENS} tokens, got {brief(word)} of {num_tokens}; "
         "give a part of it that does not occur elsewhere"

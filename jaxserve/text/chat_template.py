@@ -16,11 +16,11 @@ RENDER_TIMEOUT_S = 5.0  # a model's template can loop forever
 
 
 class RenderedChat(NamedTuple):
-    """A chat rendered as a prompt.
+    """Chat that is rendered as a prompt.
 
     Attributes:
-        text: the prompt.
-        marked: the same, with stand-ins for characters in special tokens that the template has not written.
+        text: prompt.
+        marked: prompt with other characters in special tokens that the client has written, see `LiteralText.mark`.
     """
 
     text: str
@@ -28,7 +28,7 @@ class RenderedChat(NamedTuple):
 
 
 class ChatTemplate:
-    """Jinja chat template in the same environment as in `transformers`.
+    """Compiled Jinja chat template, in the same environment as in `transformers`.
 
     Args:
         source: Jinja source.
@@ -36,7 +36,7 @@ class ChatTemplate:
 
     Attributes:
         variables: names that the template reads, but does not set.
-        reads_parts: True if it reads contents as lists of parts.
+        reads_parts: True if it reads message contents as lists of parts.
         sought: strings that it may search for in other strings.
 
     Raises:
@@ -69,7 +69,7 @@ class ChatTemplate:
 
     @cached_property
     def reads_strings(self) -> bool:
-        """True if the template prints string contents; templates that only read parts do not."""
+        """True if the template prints message contents that are strings; templates that only read parts do not."""
         text = "content-of-a-message"
         for roles in (("user",), ("system", "user")):
             for content, are_strings in ((text, True), (Parts([{"type": "text", "text": text}]), False)):
@@ -87,7 +87,7 @@ class ChatTemplate:
         *,
         continue_final_message: bool = False,
     ) -> str:
-        """Return the prompt.
+        """Render a chat's messages, and return the prompt.
 
         Args:
             messages: dicts with role and content.
@@ -113,6 +113,7 @@ class ChatTemplate:
         return _before_end(self._render_messages(plain, given), final)
 
     def _render_messages(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
+        """Render messages; if the template refuses those without content, try them with None as content."""
         try:
             return self.render(variables | {"messages": messages})
         except RequestError:
@@ -123,7 +124,7 @@ class ChatTemplate:
         return self.render(variables | {"messages": whole})
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the rendered template; RequestError if it fails on these variables."""
+        """Return the rendered template; RequestError if it fails on these variables, or takes too long."""
         end_s = time.monotonic() + RENDER_TIMEOUT_S
 
         def check_time() -> None:
@@ -140,7 +141,7 @@ _END = "END_OF_THE_CONTINUED_MESSAGE "  # ends in a space, so that it shows whet
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Append `_END` to a message's last text; return the text without it."""
+    """Append `_END` to the last text in a message's content; return that text without it."""
     content = message.get("content")
     texts = [part for part in content if isinstance(part.get("text"), str)] if isinstance(content, Parts) else []
     if texts:
@@ -155,7 +156,10 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 def _before_end(rendered: str, text: str) -> str:
-    """Return a rendered chat up to the end of its last message, which `_END` marks."""
+    """Return the part of a rendered chat before `_END`, which comes after the last message's `text`.
+
+    Without `_END`, or if the template has changed the text, raise RequestError.
+    """
     end = rendered.rfind(_END.strip())
     if end < 0 or text.strip() not in rendered:
         raise RequestError("continue_final_message needs a chat template that writes the last message as it is")
@@ -166,7 +170,7 @@ _CHECK = "jaxserve_check_time"
 
 
 def _check_time_in_loops(tree: Any) -> None:
-    """Make a template check the time in each loop iteration and each macro call."""
+    """Insert a call to the function `_CHECK` into each loop and macro of a template's syntax tree."""
     import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402 - only chats need it
 
     for node in list(tree.find_all((nodes.For, nodes.Macro))):
@@ -176,16 +180,19 @@ def _check_time_in_loops(tree: Any) -> None:
 
 
 def _sought(tree: Any) -> frozenset[str]:
-    """Return the strings in comparisons and in arguments to calls, filters and tests."""
+    """Return the strings in a syntax tree's comparisons, calls, filters and tests."""
     import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402 - only chats need it
 
-    places = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
-    constants = (constant.value for place in places for constant in place.find_all(nodes.Const))
+    searches = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
+    constants = (constant.value for search in searches for constant in search.find_all(nodes.Const))
     return frozenset(value for value in constants if isinstance(value, str) and value)
 
 
 def _generation_tag() -> Any:
-    """Return the extension for `{% generation %}` blocks, which delimit training targets and do nothing in serving."""
+    """Return the Jinja extension for `{% generation %}` blocks: their content is rendered as if they were absent.
+
+    They delimit training targets.
+    """
     import jinja2.ext  # noqa: PLC0415 - only chats need it
     import jinja2.nodes  # noqa: PLC0415 - only chats need it
 
@@ -207,15 +214,17 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes HTML, on which no model was trained
+    """Return a value as JSON: jinja2's own filter escapes HTML, on which no model was trained."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_template_error(message: str) -> None:
+    """Raise the error with which a template refuses messages: its function `raise_exception`."""
     import jinja2  # noqa: PLC0415
 
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return dt.datetime.now().strftime(form)
+def _strftime_now(time_format: str) -> str:
+    """Return the current local time in a format of `strftime`."""
+    return dt.datetime.now().strftime(time_format)

@@ -11,11 +11,11 @@ NONE = -1
 
 
 class CommonTokens(NamedTuple):
-    """Draft model tokens by target model tokens.
+    """Draft model token ids by target model token id.
 
     Attributes:
-        outputs: the token with the same bytes, or the same role for special tokens; -1 if there is none.
-        inputs: the same, but the last token of the text replaces -1, so that any sequence can be read.
+        outputs: token with the same bytes, or the same role for special tokens; -1 if there is none.
+        inputs: token for reading any sequence: as in `outputs`, or else the last draft token of the token's text.
     """
 
     outputs: list[int]
@@ -23,11 +23,12 @@ class CommonTokens(NamedTuple):
 
     @property
     def num_common(self) -> int:
+        """Number of target model tokens that the draft model has too."""
         return sum(token_id != NONE for token_id in self.outputs)
 
 
 def common_tokens(model: Tokenizer, draft: Tokenizer) -> CommonTokens:
-    """Match a model's tokens with its draft model's tokens (token-level intersection, Timor et al. 2025).
+    """Return the draft model token for each target model token (token-level intersection, Timor et al. 2025).
 
     Among tokens with the same bytes the last one counts: vocabulary files begin with single-byte tokens, which serve
     only for bytes that no other token covers.
@@ -48,7 +49,7 @@ def common_tokens(model: Tokenizer, draft: Tokenizer) -> CommonTokens:
 
 
 def _by_bytes(tokenizer: Tokenizer) -> dict[bytes, int]:
-    """Return token ids by the bytes that each adds to a text, without special tokens."""
+    """Return the ids of a tokenizer's ordinary tokens by the bytes that each adds to a text."""
     table, found = tokenizer.byte_table, {}
     before = tokenizer.encode("a", add_special_tokens=False)  # decoders may remove a space at the start of a text
     start = tokenizer.decode(before)

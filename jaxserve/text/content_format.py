@@ -42,7 +42,7 @@ def _all(node: Any, kinds: Any) -> Iterator[Any]:
 
 
 class _Walk:
-    """Analysis of a template's syntax tree: the possible kinds of each name, then the expressions that read parts."""
+    """Analysis of a syntax tree: first the possible kinds for each name, then the expressions that read parts."""
 
     def __init__(self, tree: Any) -> None:
         import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402 - only chats need it
@@ -58,7 +58,7 @@ class _Walk:
             pass
 
     def reads(self) -> Iterator[bool]:
-        """Yield, for each expression of the template that may read parts, whether it does."""
+        """Yield, for each expression that may read parts, whether it does."""
         nodes = self._nodes
         for loop in self._tree.find_all(nodes.For):
             yield _Kind.CONTENT in self._kinds(loop.iter) and self._uses_parts(loop)
@@ -80,7 +80,7 @@ class _Walk:
         return uses > len(keys) or any(key in _PART_FIELDS for key in keys)
 
     def _is_part(self, node: Any) -> bool:
-        """Return whether an item access or a filter gives one element of a message's content."""
+        """Return whether an item access or a filter yields one content part."""
         if isinstance(node, self._nodes.Filter):
             is_one = node.name in _ONE_ELEMENT and node.node is not None
         else:
@@ -108,7 +108,7 @@ class _Walk:
         return self._num_kinds() > before
 
     def _num_kinds(self) -> int:
-        """Return the number of kinds found so far, of all names and macro parameters together."""
+        """Return the total number of kinds found so far for names and macro parameters."""
         groups = [self._names, *self._params.values()]
         return sum(len(kinds) for group in groups for kinds in group.values())
 
@@ -136,7 +136,7 @@ class _Walk:
         return arg.value if isinstance(arg, self._nodes.Const) and isinstance(arg.value, str) else None
 
     def _kinds(self, node: Any) -> set[_Kind]:
-        """Return the possible kinds of an expression."""
+        """Return the possible kinds for an expression."""
         nodes = self._nodes
         if isinstance(node, nodes.Name):
             return self._known(node, node.name)
@@ -159,7 +159,7 @@ class _Walk:
         return set()
 
     def _access_kinds(self, node: Any) -> set[_Kind]:
-        """Return the possible kinds of an attribute or item access."""
+        """Return the possible kinds for an attribute or item access."""
         base, key = self._kinds(node.node), self._key(node)
         if isinstance(node, self._nodes.Getitem) and isinstance(node.arg, self._nodes.Slice):
             return base

@@ -11,7 +11,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Incremental detokenizer for one completion.
+    """Incremental detokenizer and stop string search for one completion.
 
     Text becomes visible once it is final: incomplete UTF-8 is held back, and so is any text that may begin a stop
     string. The first complete stop string ends the text (the longer one if two end together), wherever token boundaries
@@ -24,7 +24,7 @@ class Detokenizer:
         prompt_token_ids: prompt that the text continues, so that the decoder keeps a leading space.
 
     Attributes:
-        visible: text so far, which only grows.
+        visible: final text so far, which only grows.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Detokenizer:
         return str(self.visible)
 
     def push(self, token_ids: Sequence[int]) -> str | None:
-        """Append tokens; return the stop string once one is complete. Later tokens have no effect.
+        """Append tokens to the text; return the stop string that ends it, or None so far. Later tokens have no effect.
 
         Like `stop_token_ids`, stop strings count only after `min_tokens` tokens.
         """
@@ -61,7 +61,7 @@ class Detokenizer:
         return self._found
 
     def finish(self) -> str | None:
-        """Make the held text visible when the output ends; return the stop string if that completes one."""
+        """End the text, and make the held part visible; return the stop string that ends it, or None."""
         if self._stream is not None and not self._finished:
             self._extend(self._stream.finish(), self._num_tokens > self._min_tokens)
             self.visible.append(self._held)
@@ -69,6 +69,7 @@ class Detokenizer:
         return self._found
 
     def _extend(self, piece: str, may_stop: bool) -> None:
+        """Append text, and hold back the part that may begin a stop string; stop strings count if `may_stop`."""
         if self._stops is None or not piece:
             self.visible.append(piece)
             return

@@ -30,7 +30,7 @@ _ENDS = (
 
 
 class _TokenType(IntEnum):
-    """Values in `tokenizer.ggml.token_type`."""
+    """Type of a token in `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -41,10 +41,10 @@ class _TokenType(IntEnum):
 
 
 class _Split(NamedTuple):
-    """A pre-tokenizer.
+    """Way in which a tokenizer family splits text before tokens are merged.
 
     Attributes:
-        pattern: regex for the pieces; None for GPT-2's.
+        pattern: regular expression for the pieces; None for GPT-2's.
         digits: True if each digit is split off first.
         nfc: True if text is normalised first.
         whole: True if a piece that is a token is never built from merges.
@@ -63,6 +63,7 @@ _END = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _words(numbers: str) -> str:
+    """Return Llama 3's regular expression for pieces, with another expression for numbers."""
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_END}"
 
 
@@ -93,7 +94,7 @@ _SPLITS: Mapping[str, _Split] = {
 
 
 def load(path: Path) -> tuple[Tokenizer, dict[str, Any], list[int]]:
-    """Return a file's tokenizer, the equivalent of its tokenizer_config.json, and its end-of-sequence ids.
+    """Load the tokenizer in a GGUF file; return it, the equivalent of tokenizer_config.json, and end-of-sequence ids.
 
     The config has special tokens and chat templates. The ids include control tokens that end a sequence although the
     file does not name them.
@@ -134,6 +135,7 @@ def load(path: Path) -> tuple[Tokenizer, dict[str, Any], list[int]]:
 
 
 def _templates(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the name and the Jinja source of each chat template."""
     for key, value in metadata.items():
         base, _, name = key.partition(".")
         if base == "chat_template":
@@ -141,7 +143,13 @@ def _templates(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _byte_level(ggml: Mapping[str, Any], vocab: dict[str, int], kinds: Sequence[int]) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer like GPT-2's, Llama 3's and Qwen's, and whether texts begin with a BOS by default."""
+    """Return a byte-level BPE tokenizer, and whether texts begin with a BOS if the file does not specify it.
+
+    Args:
+        ggml: metadata of the tokenizer.
+        vocab: ids by token.
+        kinds: type of each id.
+    """
     name = str(ggml.get("pre"))
     if name not in _SPLITS:
         raise ValueError(f"tokenizer.ggml.pre must be one of {', '.join(_SPLITS)}, got {name!r}")
@@ -160,6 +168,7 @@ def _byte_level(ggml: Mapping[str, Any], vocab: dict[str, int], kinds: Sequence[
 
 
 def _pair(merge: str) -> tuple[str, str]:
+    """Return the two tokens of a merge, which a space separates in the file."""
     left, separator, right = merge.partition(" ")
     if not separator or " " in right:
         raise ValueError(f"merges must be of two tokens, got {merge!r}")
@@ -167,7 +176,13 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(ggml: Mapping[str, Any], vocab: dict[str, int], kinds: Sequence[int]) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer like Llama 2's and Mistral's, and True: texts begin with a BOS by default."""
+    """Return a SentencePiece BPE tokenizer, and True: texts begin with a BOS if the file does not specify it.
+
+    Args:
+        ggml: metadata of the tokenizer.
+        vocab: ids by token.
+        kinds: type of each id.
+    """
     unknown = next((token for token, i in vocab.items() if kinds[i] == _TokenType.UNKNOWN), None)
     merges = _merges({token: i for token, i in vocab.items() if kinds[i] == _TokenType.NORMAL}, ggml["scores"])
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
@@ -180,7 +195,7 @@ def _sentencepiece(ggml: Mapping[str, Any], vocab: dict[str, int], kinds: Sequen
 
 
 def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return the token pairs that merge into another token, best scores first.
+    """Return the pairs of tokens in `vocab` that merge into another one, by the merged token's score, best first.
 
     Pairs for the same token are ordered by their lengths, as in transformers' `tokenizer.json`.
     """
@@ -204,7 +219,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """Return the tokenizer metadata, without the common prefix of the keys."""
+    """Return a GGUF file's metadata whose keys begin with "tokenizer.", by the rest of the key."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         reader = _Reader(data)
         magic, version = data[:4], reader.scalar("I", 4)
@@ -224,15 +239,17 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    """Sequential reader of values."""
+    """Sequential reader of the values in a GGUF file's metadata."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._offset = data, 0
 
     def scalar(self, code: str, offset: int | None = None) -> Any:
+        """Read a number with this `struct` code, at the current or another offset in bytes."""
         return self._scalars(code, 1, offset)[0]
 
     def string(self) -> str:
+        """Read a string after its length."""
         size = self.scalar("Q")
         start, self._offset = self._offset, self._offset + size
         if self._offset > len(self._data):
@@ -240,6 +257,7 @@ class _Reader:
         return self._data[start : self._offset].decode("utf-8")
 
     def value(self, kind: int) -> Any:
+        """Read a scalar, string or array with this GGUF type number."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
@@ -254,6 +272,7 @@ class _Reader:
         return [self.string() for _ in range(count)]
 
     def _scalars(self, code: str, count: int, offset: int | None = None) -> tuple[Any, ...]:
+        """Read `count` numbers with this `struct` code, at the current or another offset in bytes."""
         start = self._offset if offset is None else offset
         size = struct.calcsize(code) * count
         if start + size > len(self._data):

@@ -27,10 +27,10 @@ _COMPARED, _WORD = {"role", "type"}, re.compile(r"[\w.-]*")  # templates compare
 
 
 class LiteralText:
-    """Chat encoder that keeps special tokens in contents as text.
+    """Encoder of chats that keeps special tokens in message contents as text.
 
     Args:
-        backend: tokenizer.
+        backend: the model's tokenizer.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -43,32 +43,24 @@ class LiteralText:
         key = secrets.token_hex(16)
         self._twin = _without_special(backend, self._special, key)
         self._names = {token: f"{_EDGE}{key}{number}{_EDGE}" for number, token in enumerate(sorted(self._special))}
-        named = [
-            tokenizers.AddedToken(
-                self._names[token.content],
-                special=False,
-                normalized=token.normalized,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                single_word=token.single_word,
-            )
-            for token in added.values()
-            if token.special
-        ]
-        self._twin.add_tokens(named)
+        options = ("normalized", "lstrip", "rstrip", "single_word")
+        for token in added.values():
+            if token.special:
+                same = {option: getattr(token, option) for option in options}
+                self._twin.add_tokens([tokenizers.AddedToken(self._names[token.content], special=False, **same)])
         names = ((self._names.get(token.content, token.content), token_id) for token_id, token in added.items())
         self._ids = {self._twin.token_to_id(name): token_id for name, token_id in names}
 
     def mark(
         self, text: str, values: Sequence[Any], sought: Iterable[str], render: Callable[[Sequence[Any]], str]
     ) -> str:
-        """Return a rendered text with stand-ins in special tokens that the client may have written.
+        """Return a rendered chat with stand-ins for characters in special tokens that the client may have written.
 
         Args:
-            text: text that was rendered from the values.
-            values: the client's messages and variables.
+            text: rendered chat.
+            values: the client's messages and variables, from which it was rendered.
             sought: strings that the template may search for in them.
-            render: function from changed values to a text.
+            render: function from such values to the rendered chat.
 
         Raises:
             RequestError: the text depends on special tokens in the values.
@@ -78,9 +70,9 @@ class LiteralText:
         stand_ins = self._stand_ins(text)
         back = {ord(stand_in): char for char, stand_in in stand_ins.items()}
         for kept in ((), tuple(filter(self._is_harmless, sought))):
-            marks = _Replacement(stand_ins, self._chars, self._words, _any_of(kept))
+            replacement = _Replacement(stand_ins, self._chars, self._words, _any_of(kept))
             with suppress(RequestError):  # the template examines special tokens
-                marked = render([marks.on(value) for value in values])
+                marked = render([replacement.apply(value) for value in values])
                 if marked.translate(back) == text:
                     return marked
         raise RequestError(
@@ -89,7 +81,13 @@ class LiteralText:
         )
 
     def encode(self, text: str, marked: str, add_special_tokens: bool) -> TokenIds:
-        """Return the token ids of a text, with special tokens only at those in `marked`."""
+        """Return the token ids of a rendered chat, with special tokens only where `marked` has them too.
+
+        Args:
+            text: rendered chat.
+            marked: result of `mark` for it.
+            add_special_tokens: True to add the model's special tokens around the chat.
+        """
         pieces, end = [], 0
         for match in self._added.finditer(marked):
             if name := self._names.get(match[0]):
@@ -100,16 +98,17 @@ class LiteralText:
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _may_have_special(self, value: Any) -> bool:
+        """Return whether a string in a value may contain a special token; exact only for tokens without punctuation."""
         return any(set(self._chars) & set(string) or self._words.search(string) for string in _strings(value))
 
     def _stand_ins(self, text: str) -> dict[str, str]:
-        """Return a character that is not in the text for each of `_chars` and each first character of a word."""
+        """Return, for each character to be replaced, a character that is not in the text."""
         free = (chr(code) for code in range(_FIRST_STAND_IN, _LAST_STAND_IN) if chr(code) not in text)
         first = {token[0] for token in self._special if not set(token) & set(self._chars)}
         return dict(zip([*self._chars, *sorted(first - set(self._chars))], free, strict=False))
 
     def _is_harmless(self, sought: str) -> bool:
-        """Return whether a string neither contains, nor is, nor overlaps a special token."""
+        """Return whether a string has no part in common with a special token: it may stay as it is."""
         cuts = range(1, len(sought) + 1)
         return not any(
             token in sought
@@ -120,7 +119,7 @@ class LiteralText:
 
 
 class _Replacement:
-    """Replacement of characters in values.
+    """Replacement of characters in the strings of messages and variables.
 
     Args:
         stand_ins: character -> stand-in.
@@ -133,33 +132,41 @@ class _Replacement:
         self._words, self._kept, self._stand_ins = words, kept, stand_ins
         self._table = {ord(char): stand_ins[char] for char in chars}
 
-    def on(self, value: Any, name: str = "") -> Any:
-        """Return a value with stand-ins in all its strings."""
+    def apply(self, value: Any, name: str = "") -> Any:
+        """Return a copy of a JSON value with stand-ins in all its strings and keys; `name` is its key in an object."""
         if isinstance(value, str):
-            return value if name in _COMPARED and _WORD.fullmatch(value) else self._string(value)
+            return value if name in _COMPARED and _WORD.fullmatch(value) else self._replace(value)
         if isinstance(value, Mapping):
-            return {self._key(key): self.on(each, str(key)) for key, each in value.items()}
+            return {
+                self._replace(key) if isinstance(key, str) else key: self.apply(each, str(key))
+                for key, each in value.items()
+            }
         if isinstance(value, Sequence) and not isinstance(value, bytes):
-            return [self.on(each) for each in value]
+            return [self.apply(each) for each in value]
         return value
 
-    def _key(self, key: Any) -> Any:
-        return self._string(key) if isinstance(key, str) else key
-
-    def _string(self, text: str) -> str:
+    def _replace(self, text: str) -> str:
+        """Return a string with stand-ins, except in the kept strings."""
         parts, end = [], 0
         for match in self._kept.finditer(text):
-            parts += [self._part(text[end : match.start()]), match[0]]
+            parts += [self._replace_all(text[end : match.start()]), match[0]]
             end = match.end()
-        return "".join([*parts, self._part(text[end:])])
+        return "".join([*parts, self._replace_all(text[end:])])
 
-    def _part(self, text: str) -> str:
+    def _replace_all(self, text: str) -> str:
+        """Return a string with stand-ins for the first character of each word, and for all other characters."""
         with_words = self._words.sub(lambda match: self._stand_ins[match[0][0]] + match[0][1:], text)
         return with_words.translate(self._table)
 
 
 def _without_special(backend: tokenizers.Tokenizer, special: set[str], key: str) -> tokenizers.Tokenizer:
-    """Return a copy of a tokenizer that finds no special token in a text, even if its vocabulary has the text."""
+    """Return a copy of a tokenizer that finds no special token in a text, even if its vocabulary has the text.
+
+    Args:
+        backend: tokenizer.
+        special: texts of the special tokens.
+        key: text that hides them in the vocabulary, as their prefix.
+    """
     content = json.loads(backend.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
     model = content["model"]
@@ -186,7 +193,7 @@ def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
 
 
 def _characters_of_all(tokens: Iterable[str]) -> str:
-    """Return characters such that each token with punctuation contains one."""
+    """Return a set of characters that hits all tokens with punctuation: each of them contains one."""
     chosen: list[str] = []
     for token in sorted(tokens):
         if not set(token) & set(chosen):

@@ -1,4 +1,4 @@
-"""Chat messages: checks, and contents as strings or lists for a template."""
+"""Chat messages: checks, and conversion of contents to the strings or lists that a chat template reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 
 class Parts(list[dict[str, Any]]):
-    """List of content parts that behaves like its text if a template treats it as text.
+    """List of a message's content parts that behaves like its text if a template treats it as text.
 
     Templates that read parts in some messages often print other contents directly, which would show Python's list
     notation to the model.
@@ -36,13 +36,13 @@ class Parts(list[dict[str, Any]]):
 
 
 def joined_text(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the parts' texts as separate lines, like vLLM."""
+    """Return the texts in content parts as separate lines, like vLLM."""
     texts = (part.get("text") or part.get("thinking") or part.get("refusal") for part in parts)
     return "\n".join(text for text in texts if text)
 
 
 def content_text(content: object) -> str:
-    """Return a valid message content as text."""
+    """Return the text in a valid message content, which is a string or a list of parts; empty for None."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         return joined_text([part for part in content if isinstance(part, Mapping)])
     return content if isinstance(content, str) else ""
@@ -51,7 +51,7 @@ def content_text(content: object) -> str:
 def plain_messages(
     messages: Sequence[Message], *, lists: bool = False, strings: bool = True, thinking: bool = False
 ) -> list[dict[str, Any]]:
-    """Return copies of messages without None values, which templates would print.
+    """Check messages, and return copies for a template, without None values, which it would print.
 
     Args:
         messages: dicts with role and content.
@@ -76,6 +76,7 @@ def plain_messages(
 
 
 def _plain(message: Message, *, thinking: bool) -> dict[str, Any]:
+    """Check a message, and return a copy without None values, whose content is a string or `Parts`."""
     given = {name: value for name, value in message.items() if value is not None}
     role, name = given.get("role"), given.get("name")
     if not isinstance(role, str):
@@ -87,20 +88,18 @@ def _plain(message: Message, *, thinking: bool) -> dict[str, Any]:
     if isinstance(name, str) and not name.isprintable():
         raise RequestError(f"the name in a message must have no line breaks and control characters, got {brief(name)}")
     if "content" in given:
-        if not isinstance(given["content"], str):
-            given["content"] = _parts(given["content"], role, thinking=thinking)
+        content = given["content"]
+        if not isinstance(content, Sequence) or isinstance(content, bytes):
+            raise RequestError(f"a message's content must be a string or a list of text parts, got {brief(content)}")
+        if not isinstance(content, str):
+            given["content"] = Parts(_part(part, role, thinking=thinking) for part in content)
     elif role != "assistant" or not given.keys() - {"role", "name"}:  # an assistant may have called tools
         raise RequestError(f"a message must have content, a string or a list of text parts, got {brief(dict(message))}")
     return given
 
 
-def _parts(content: object, role: str, *, thinking: bool) -> Parts:
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise RequestError(f"a message's content must be a string or a list of text parts, got {brief(content)}")
-    return Parts(_part(part, role, thinking=thinking) for part in content)
-
-
 def _part(part: object, role: str, *, thinking: bool) -> dict[str, Any]:
+    """Check a content part of a message with this role, and return it as a text part, or as "thinking" if kept."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}

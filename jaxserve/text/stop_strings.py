@@ -1,4 +1,4 @@
-"""Stop strings as one automaton: the cost per character does not depend on their number."""
+"""Search for stop strings with one automaton: the cost per character does not depend on their number."""
 
 import functools
 from collections.abc import Iterable
@@ -60,10 +60,11 @@ class StopStrings:
         return state, len(text), None
 
     def num_held(self, state: int) -> int:
-        """Return the length of the text's suffix that may begin a stop string."""
+        """Return the length of the text's suffix that may begin a stop string, after reading up to `state`."""
         return self._num_held[state]
 
     def _step(self, state: int, character: str) -> int:
+        """Return the state after `state` and one more character."""
         while (deeper := self._next[state].get(character)) is None:
             if state == self.START:
                 return state
@@ -73,5 +74,5 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=16)
 def compile_stop_strings(stops: tuple[str, ...]) -> StopStrings:
-    """Return the automaton for `stops`, the same one for equal stop strings."""
+    """Return the automaton for stop strings; recent ones are cached."""
     return StopStrings(stops)

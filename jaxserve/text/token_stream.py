@@ -14,7 +14,12 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class ByteTable:
-    """Bytes of each token, for vocabularies whose decoder concatenates bytes.
+    """Table of each token's bytes, for tokenizers whose decoder concatenates them.
+
+    Args:
+        token_text: function from a token id to its vocabulary entry; None for unknown ids.
+        to_bytes: function from a vocabulary entry to bytes.
+        strip_left: number of leading spaces that the decoder removes.
 
     Attributes:
         strip_left: number of leading spaces that the decoder removes.
@@ -47,7 +52,10 @@ class ByteTable:
 
     @classmethod
     def from_backend(cls, backend: tokenizers.Tokenizer) -> "ByteTable | None":
-        """Return a byte-level (GPT-2, Llama 3, Qwen) or byte-fallback (Llama 2, Mistral, Gemma) tokenizer's table."""
+        """Return a tokenizer's table; None if its decoder does more than concatenate bytes.
+
+        Byte-level tokenizers (GPT-2, Llama 3, Qwen) and those with byte fallback (Llama 2, Mistral, Gemma) have one.
+        """
         match json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None:
             case {"type": "ByteLevel"}:
                 alphabet = _byte_level_alphabet()
@@ -83,6 +91,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _byte_level_bytes(text: str, alphabet: dict[str, int]) -> bytes:
+    """Return the bytes for a vocabulary entry of a byte-level tokenizer, whose alphabet is character -> byte."""
     try:
         return bytes([alphabet[c] for c in text])
     except KeyError:  # added tokens are plain text
@@ -90,17 +99,23 @@ def _byte_level_bytes(text: str, alphabet: dict[str, int]) -> bytes:
 
 
 def _fallback_bytes(text: str, old: str, new: str) -> bytes:
+    """Return the bytes for a vocabulary entry with byte fallback: of a byte's name, or with `old` replaced by `new`."""
     if re.fullmatch("<0x[0-9A-F]{2}>", text):
         return bytes([int(text[3:5], 16)])
     return text.replace(old, new).encode()
 
 
 class ByteStream:
-    """Incremental UTF-8 decoder over the tokens' bytes: exact, and O(1) per token.
+    """Incremental detokenizer that decodes the tokens' bytes as UTF-8: exact, and O(1) per token.
 
     For byte-level vocabularies the text equals that of `decode`, also for bytes that are not UTF-8. A byte-fallback
     decoder turns a whole run of byte tokens into U+FFFD if one of them is invalid; here only the invalid ones become
     U+FFFD, because valid ones may already be visible.
+
+    Args:
+        table: bytes by token id.
+        hidden: ids that add no text.
+        context: tokens before the text.
     """
 
     def __init__(self, table: ByteTable, hidden: frozenset[int], context: TokenIds) -> None:
@@ -112,11 +127,11 @@ class ByteStream:
         self._strip = 0 if context else table.strip_left
 
     def push(self, token_id: int) -> str:
-        """Return the text that is final with this token, often none."""
+        """Append a token; return the text that is final with it, often none."""
         return "" if token_id in self._hidden else self._stripped(self._decoder.decode(self._table[token_id]))
 
     def peek(self, token_id: int) -> str:
-        """Return the same text as `push`, without changing the stream."""
+        """Return the text that `push` would return for a token, without changing the stream."""
         state, strip = self._decoder.getstate(), self._strip
         if not (strip or state[0] or token_id in self._hidden) and (text := self._table.text(token_id)) is not None:
             return text
@@ -126,10 +141,11 @@ class ByteStream:
         return text
 
     def finish(self) -> str:
-        """Return the remaining text."""
+        """Return the remaining text, which is an incomplete character."""
         return self._stripped(self._decoder.decode(b"", True))
 
     def _stripped(self, text: str) -> str:
+        """Return the next text without those leading spaces that the decoder removes from the whole text."""
         taken = min(self._strip, len(text) - len(text.lstrip(" ")))
         if text:
             self._strip = self._strip - taken if taken == len(text) else 0
@@ -137,12 +153,17 @@ class ByteStream:
 
 
 class WindowStream:
-    """Stream for any other decoder: a token's text is the difference that it makes to the preceding tokens' text.
+    """Incremental detokenizer for any decoder: a token's text is the difference to the text without it.
 
     This is the prefix/read-offset algorithm of Hugging Face's text-generation-inference: the most recent tokens are
     decoded again together with the new ones, to give the decoder context (spaces, "##" pieces). U+FFFD at the end may
     be the first bytes of a character: it is held back until four tokens, the most a character can take, have not
     completed it.
+
+    Args:
+        decode: function from token ids to their text.
+        hidden: ids that add no text.
+        context: tokens before the text.
     """
 
     def __init__(self, decode: Callable[[TokenIds], str], hidden: frozenset[int], context: TokenIds) -> None:
@@ -155,7 +176,7 @@ class WindowStream:
         self._context_len = len(decode(self._context))
 
     def push(self, token_id: int) -> str:
-        """Return the text that is final with this token, often none."""
+        """Append a token; return the text that is final with it, often none."""
         if token_id in self._hidden:
             return ""
         self._pending.append(token_id)
@@ -165,7 +186,7 @@ class WindowStream:
         return self._accept(text)
 
     def peek(self, token_id: int) -> str:
-        """Return the same text as `push`, without changing the stream."""
+        """Return the text that `push` would return for a token, without changing the stream."""
         state = self._context, self._context_len, self._pending
         self._pending = list(self._pending)
         text = self.push(token_id)
@@ -173,10 +194,11 @@ class WindowStream:
         return text
 
     def finish(self) -> str:
-        """Return the remaining text."""
+        """Return the remaining text, which is an incomplete character."""
         return self._accept(self._decode(self._context + self._pending))
 
     def _accept(self, text: str) -> str:
+        """Make the pending tokens the new context; return their part of `text`, which begins with the old context."""
         new = text[self._context_len :]
         if self._pending:
             self._context, self._pending = self._pending, []

@@ -23,13 +23,13 @@ CONTEXT = 4  # visible tokens that give a decoder context
 
 
 def hidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> frozenset[int]:
-    """Return the ids that add no text to an output."""
+    """Return the ids that add no text to an output with these sampling parameters: special tokens that are skipped."""
     hidden: frozenset[int] = tokenizer.special_ids if params.skip_special_tokens else frozenset()
     return hidden - frozenset(params.shown_special_ids) if params.shown_special_ids else hidden
 
 
 def new_stream(tokenizer: Tokenizer, hidden: frozenset[int], before: Sequence[int] = ()) -> ByteStream | WindowStream:
-    """Return the stream for a text that follows the tokens `before`."""
+    """Return an incremental detokenizer for the text after the tokens `before`; `hidden` ids add no text."""
     visible = (i for i in reversed(before) if i not in hidden)
     context = list(itertools.islice(visible, CONTEXT))[::-1]
     if tokenizer.byte_table is not None:
@@ -105,11 +105,15 @@ def text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int], *, k
 
 
 def _begins(pieces: Sequence[str]) -> list[int]:
+    """Return the index at which each piece begins in the joined text, except the last one, which is no token's."""
     return list(itertools.accumulate(map(len, pieces[:-1]), initial=0))[:-1]
 
 
 def _last(token_ids: Sequence[int], known: Sequence[int], offsets: Sequence[int]) -> list[int]:
-    """Return offsets for tokens that end like `known`; tokens before those get the first offset."""
+    """Return offsets for `token_ids`, whose last tokens are those of `known` with their `offsets`.
+
+    Tokens before those get the first offset.
+    """
     num_same = 0
     while num_same < min(len(known), len(token_ids)) and known[-1 - num_same] == token_ids[-1 - num_same]:
         num_same += 1
@@ -118,7 +122,7 @@ def _last(token_ids: Sequence[int], known: Sequence[int], offsets: Sequence[int]
 
 
 def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int], hidden: frozenset[int]) -> list[str]:
-    """Return the text that each token adds, none for tokens in `hidden`, and finally the remaining text."""
+    """Return the text that each token adds, none for the indices in `hidden`, and finally the remaining text."""
     stream = new_stream(tokenizer, frozenset())
     pieces = ["" if i in hidden else stream.push(token_id) for i, token_id in enumerate(token_ids)]
     return [*pieces, stream.finish()]

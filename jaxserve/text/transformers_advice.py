@@ -9,14 +9,14 @@ _ADVICE = "PyTorch was not found"
 
 @contextlib.contextmanager
 def without_torch_advice() -> Iterator[None]:
-    """Drop the line that transformers logs on import if torch is not installed; all other warnings remain."""
+    """Suppress, inside the context, the line that transformers logs on import without torch; other warnings remain."""
     logger = logging.getLogger("transformers")
-    logger.addFilter(_is_no_advice)
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(_ADVICE)
+
+    logger.addFilter(is_other)
     try:
         yield
     finally:
-        logger.removeFilter(_is_no_advice)
-
-
-def _is_no_advice(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_ADVICE)
+        logger.removeFilter(is_other)

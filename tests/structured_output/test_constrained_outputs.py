@@ -288,14 +288,14 @@ def test_model_runs_before_its_masks_are_ready(llm: LLM, monkeypatch: pytest.Mon
         monkeypatch.setattr(owner, name, record)
 
     recorded(executor, "launch", lambda plan, bucket: plan.step_id)
-    recorded(replica, "update", lambda: replica.in_flight[0].plan.step_id)
+    recorded(llm.engine.core, "_read", lambda replica: replica.in_flight[0].plan.step_id)
     recorded(executor.packer, "masks", lambda plan: plan.step_id)  # type: ignore[attr-defined]
     form = {"regex": "[a-z]{40}"}
     generate(llm, [SamplingParams(seed=seed, max_tokens=20, structured_outputs=form) for seed in range(16)])
     place = {event: index for index, event in enumerate(events)}
     last = max(step for _, step in events)
     in_order = [
-        place["launch", step + 1] < place["update", step] < place["masks", step + 1]
+        place["launch", step + 1] < place["_read", step] < place["masks", step + 1]
         for step in range(min(step for _, step in events), last)
     ]
     assert sum(in_order) > 15, events
