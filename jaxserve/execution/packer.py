@@ -200,7 +200,7 @@ class BatchPacker:
             yield blob
 
     def no_masks(self) -> NDArray[np.int32]:
-        """Return a blob without masks."""
+        """Return a mask blob with only padding, for programs that must have one."""
         return self._masks.new()[0]
 
     def _copies(self, copies: Sequence[tuple[int, int]]) -> Iterator[NDArray[np.int32]]:

@@ -63,9 +63,8 @@ class StepOutput:
     expert_tokens: Int[Array, "L E"] | None = None
 
 
-ReadLogprobs = Callable[
-    [Array, Array, int], TokenLogprobs
-]  # arguments: logits [N, V], ids [N] and the number of top tokens
+# read_logprobs(logits [N, V], token ids [N], number of top tokens)
+ReadLogprobs = Callable[[Array, Array, int], TokenLogprobs]
 
 # observe(state, rows, token ids [T], their observed hidden states [T, observed]) -> proposer state
 Observe = Callable[[ServeState, Rows, Array, Array], Any]
@@ -157,9 +156,7 @@ def plain_round(
     state, logits, hidden = compute_tokens(params, state, batch, rows, tokens, model, observe)
     state, sampled = sample_rows(state, batch, rows, tokens, logits, model)
     with jax.named_scope("logprobs"):
-        logprobs, prompt_logprobs = step_logprobs(
-            params, model.arch, batch, rows, tokens, model.read_logprobs, model.logprobs, logits, sampled, hidden
-        )
+        logprobs, prompt_logprobs = step_logprobs(params, batch, rows, tokens, logits, sampled, hidden, model)
     counted = jnp.stack([rows.samples.astype(jnp.int32), sampled], axis=1)
     return state, StepOutput(counted, logprobs[:, None], prompt_logprobs)
 
@@ -262,21 +259,29 @@ def with_counts(state: ServeState, output: StepOutput) -> tuple[ServeState, Step
 
 def step_logprobs(
     params: Params,
-    arch: ArchConfig,
     batch: StepBatch,
     rows: Rows,
     tokens: Tokens,
-    read_logprobs: ReadLogprobs,
-    layout: LogprobLayout,
     logits: Float[Array, "R V"],
     sampled: Int[Array, " R"],
     hidden: Float[Array, "T D"],
+    model: Model,
 ) -> tuple[Int[Array, "R words"], Int[Array, "T words"]]:
-    """Return packed log probabilities for the sampled tokens and each token's successor; zeros if unwanted.
+    """Return packed log probabilities for the sampled tokens, and for each token's successor; zeros if unwanted.
 
     One loop over blocks of both, so that they share code, and so that logits of all tokens never exist. Successors are
     prompt tokens, whose ids the host sends. Ids in the token history must not be read here: without an order between
     this read and the write of new ids, XLA copies the whole table.
+
+    Args:
+        params: the model's parameters.
+        batch: inputs of the step, which specify what is wanted.
+        rows: rows of the round.
+        tokens: tokens of the round.
+        logits: each row's last logits.
+        sampled: token sampled from them.
+        hidden: hidden states of all tokens.
+        model: static parameters.
     """
     T, R = hidden.shape[0], sampled.shape[0]
     block = min(T, LOGPROB_BLOCK)
@@ -286,7 +291,7 @@ def step_logprobs(
     next_sent = batch.token_ids.at[tokens.planned + 1].get(**CLIPPED)
     following = jnp.where(is_last, batch.next_ids[tokens.row], next_sent)
     wants_rows, wants_tokens = batch.wants_logprobs > 0, batch.wants_prompt_logprobs > 0
-    empty = jnp.zeros((row_blocks * block + T, layout.num_words), jnp.int32)
+    empty = jnp.zeros((row_blocks * block + T, model.logprobs.num_words), jnp.int32)
 
     def compute() -> Int[Array, "N words"]:
         padded_logits = jnp.pad(logits, ((0, padding), (0, 0)))
@@ -299,9 +304,10 @@ def step_logprobs(
             block_logits = lax.cond(
                 is_rows,
                 lambda: lax.dynamic_slice_in_dim(padded_logits, start, block),
-                lambda: decoder.compute_logits(params, arch, lax.dynamic_slice_in_dim(hidden, start, block)),
+                lambda: decoder.compute_logits(params, model.arch, lax.dynamic_slice_in_dim(hidden, start, block)),
             )
-            found = read_logprobs(block_logits, lax.dynamic_slice_in_dim(token_ids, position, block), layout.num_top)
+            block_ids = lax.dynamic_slice_in_dim(token_ids, position, block)
+            found = model.read_logprobs(block_logits, block_ids, model.logprobs.num_top)
             return lax.dynamic_update_slice_in_dim(out, found.pack(), position, 0)
 
         num_blocks = jnp.where(wants_tokens, -(-rows.cu_q_lens[-1] // block), 0)
