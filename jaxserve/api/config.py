@@ -275,7 +275,7 @@ class EngineConfig:
 
     @property
     def cache_dir(self) -> Path | None:
-        """Directory of cached executables."""
+        """Directory of cached executables as a path; None without caching."""
         if self.compilation_cache_dir == "auto":
             return user_cache_dir() / "compiled"
         return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None

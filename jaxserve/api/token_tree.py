@@ -89,7 +89,7 @@ class TokenTree:
 
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes with children per level, padded to the same number with the first one."""
+        """Nodes with children by level, except the last; each level is padded with its first node to equal numbers."""
         parents = sorted(set(self.parent))
         inner = [[node for node in parents if self.depth[node] == level] for level in range(self.num_levels)]
         width = max(map(len, inner))

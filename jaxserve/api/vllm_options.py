@@ -217,7 +217,7 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ServerConfig options from vLLM's and its options.
+    """Return the ServerConfig options in `given`, which may also have vLLM's server options; these are only checked.
 
     Raises:
         ConfigError: a vLLM option has an unsupported value.

@@ -85,8 +85,12 @@ def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, curre
     """
     if isinstance(given, str | os.PathLike):
         with registry.config_errors():
-            if weights.has_config(given):
-                _check_schemes(weights.read_schemes(weights.read_config(given)), arch.schemes)
+            # Otherwise tensors with the same names and shapes could mean other matrices.
+            if weights.has_config(given) and weights.read_schemes(weights.read_config(given)) != arch.schemes:
+                raise ConfigError(
+                    "weights must be quantised as those in use, got another quantization_config; make an engine for "
+                    "them"
+                )
             weights.check(given, registry.param_specs(arch), arch.schemes)
         return partial(_make_params, config, arch, partial(weights.load, given))
     if not isinstance(given, Mapping):
@@ -104,14 +108,6 @@ def _array_at(path: jax.tree_util.KeyPath, value: Any) -> Any:
         name = jax.tree_util.keystr(path)
         raise ConfigError(f"weights must be arrays of numpy, jax or torch, got {type(array).__name__} at {name}")
     return array
-
-
-def _check_schemes(found: weights.Schemes | None, current: weights.Schemes | None) -> None:
-    """Raise ConfigError unless tensors with the same names and shapes mean the same matrices."""
-    if found != current:
-        raise ConfigError(
-            "weights must be quantised as those in use, got another quantization_config; make an engine for them"
-        )
 
 
 def _placed_as(given: Mapping[str, Any], current: Params) -> Params:

@@ -231,7 +231,7 @@ class Follower:
         address: address that the leader listens at.
         key: secret that all processes share.
         process_id: index of this process.
-        host: host name for messages.
+        host: name of this process's host, for messages.
     """
 
     def __init__(self, address: Address, key: bytes, process_id: int, host: str) -> None:
