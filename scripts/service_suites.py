@@ -20,11 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.request import Request, RequestStatus
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.scheduling.step_plan import StepChoice, StepPlan, Timing
 from jaxserve.scheduling.step_time import Rates
 from jaxserve.scheduling.waiting import OUTPUT_COST, PROMPT_COST
 

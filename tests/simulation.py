@@ -7,14 +7,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.executor_protocol import StepResult
 from jaxserve.scheduling.kv_cache.groups import RELEASED
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.step_costs import Costs
-from jaxserve.scheduling.step_plan import StepPlan, StepShape, cheapest
+from jaxserve.scheduling.step_plan import StepChoice, StepPlan, StepShape, cheapest
 
 VOCAB_SIZE = 5
 PARAMS = SamplingParams(max_tokens=None)

@@ -17,11 +17,10 @@ from typing import IO, Any, get_args
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.core.events import Added, Finished, ReplicaEvent, Scheduled, replay
 from jaxserve.errors import ConfigError
-from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.request import LOGGED_FIELDS, FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.step_plan import StepShape
+from jaxserve.scheduling.step_plan import StepChoice, StepShape, Timing
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxserve.scheduling.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from jaxserve.scheduling.choice import StepChoice
     from jaxserve.scheduling.scheduler import Scheduler
-    from jaxserve.scheduling.step_plan import StepPlan, StepShape
+    from jaxserve.scheduling.step_plan import StepChoice, StepPlan, StepShape
 
 
 # Events for the core

@@ -77,9 +77,8 @@ class RequestGroup:
         detokenizer = Detokenizer(self._tokenizer, self.params, request.prompt_token_ids)
         output = CompletionOutput(index)
         output.metrics.arrival_s = self._clock()
-        logprobs: LogprobList[dict[int, Logprob]] | None = None
-        if self.params.logprobs is not None:
-            logprobs = LogprobList(self._texts, request.prompt_token_ids)
+        wanted = self.params.logprobs is not None
+        logprobs = LogprobList[dict[int, Logprob]](self._texts, request.prompt_token_ids) if wanted else None
         output.follow(detokenizer.visible, logprobs)
         output.cumulative_logprob = None if logprobs is None else 0.0
         return _Completion(request, output, detokenizer, logprobs)

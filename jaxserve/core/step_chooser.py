@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxserve.api.config import MAX_STEPS
-from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.executor_protocol import Executor, StepResult
 from jaxserve.scheduling.pacer import DISPATCH_S, Pacer
-from jaxserve.scheduling.step_plan import StepPlan, StepShape
+from jaxserve.scheduling.step_plan import StepChoice, StepPlan, StepShape, Timing
 
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig

@@ -14,9 +14,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jaxserve.scheduling.choice import Timing
 from jaxserve.scheduling.request import Request
-from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.scheduling.step_plan import StepPlan, Timing
 
 Target = tuple[int | None, float, float]  # class (None for all others), time to first token, time between tokens
 

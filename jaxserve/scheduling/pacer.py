@@ -68,14 +68,13 @@ class Acceptance:
     """
 
     def __init__(self, max_drafts: int, num_slots: int) -> None:
-        self._offered: NDArray[Any] = np.zeros((num_slots, max_drafts))
-        self._accepted: NDArray[Any] = np.zeros((num_slots, max_drafts))
-        self._all_offered: NDArray[Any] = np.full(max_drafts, PRIOR_ROUNDS)
-        self._all_accepted: NDArray[Any] = np.full(max_drafts, PRIOR_ROUNDS * FIRST_GUESS)
+        # counts of offered and accepted tokens: [2, S, K] by slot, and [2, K] overall
+        self._by_slot: NDArray[Any] = np.zeros((2, num_slots, max_drafts))
+        self._overall: NDArray[Any] = np.outer((PRIOR_ROUNDS, PRIOR_ROUNDS * FIRST_GUESS), np.ones(max_drafts))
 
     def admit(self, slots: Sequence[int]) -> None:
         """Reset the counts for newly used slots."""
-        self._offered[slots] = self._accepted[slots] = 0
+        self._by_slot[:, slots] = 0
 
     def add(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
         """Count the accepted tokens of some slots by draft position.
@@ -91,22 +90,18 @@ class Acceptance:
         chosen, wanted, accepted = np.asarray(slots)[drafting], wanted[drafting], accepted[drafting]
         if not len(chosen):
             return
-        position = np.arange(self._offered.shape[1])
+        position = np.arange(self._by_slot.shape[-1])
         offered = (wanted[:, :, None] > position) & (accepted[:, :, None] >= position)
-        taken = offered & (accepted[:, :, None] > position)
+        counts = np.stack([offered, offered & (accepted[:, :, None] > position)]).sum(axis=2)  # [2, rows, K]
         num_rounds = (wanted > 0).sum(axis=1, keepdims=True)
         self.fade(float(np.power(DECAY, num_rounds.mean())))
-        self._offered[chosen] += offered.sum(axis=1)
-        self._accepted[chosen] += taken.sum(axis=1)
-        self._all_offered += offered.sum(axis=(0, 1)) / len(chosen)
-        self._all_accepted += taken.sum(axis=(0, 1)) / len(chosen)
+        self._by_slot[:, chosen] += counts
+        self._overall += counts.sum(axis=1) / len(chosen)
 
     def fade(self, factor: float) -> None:
         """Multiply all counts by a factor below 1."""
-        self._offered *= factor
-        self._accepted *= factor
-        self._all_offered *= factor
-        self._all_accepted *= factor
+        self._by_slot *= factor
+        self._overall *= factor
 
     def chances(self, slots: Sequence[int]) -> NDArray[np.float64]:
         """Return the probability that a token is accepted together with all earlier ones, as [slots, K].
@@ -114,9 +109,10 @@ class Acceptance:
         Args:
             slots: slots of the rows.
         """
-        prior = (self._all_accepted + FIRST_GUESS) / (self._all_offered + 1)
-        found = self._accepted[slots] + PRIOR_ROUNDS * prior
-        chances: NDArray[np.float64] = np.cumprod(found / (self._offered[slots] + PRIOR_ROUNDS), axis=1)
+        all_offered, all_accepted = self._overall
+        prior = (all_accepted + FIRST_GUESS) / (all_offered + 1)
+        offered, accepted = self._by_slot[:, slots]
+        chances: NDArray[np.float64] = np.cumprod((accepted + PRIOR_ROUNDS * prior) / (offered + PRIOR_ROUNDS), axis=1)
         return chances
 
 

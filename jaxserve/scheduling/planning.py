@@ -23,10 +23,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxserve.scheduling.balancer import Balancer
-from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.shard import Shard
-from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.scheduling.step_plan import StepChoice, StepPlan
 
 
 class Planning:

@@ -43,7 +43,6 @@ from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError
 from jaxserve.scheduling.balancer import Balancer
-from jaxserve.scheduling.choice import ONE_STEP, StepChoice
 from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.kv_cache.page_store import PageStore
 from jaxserve.scheduling.kv_cache.transfers import Tier, Transfers
@@ -53,7 +52,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.shard import Shard
 from jaxserve.scheduling.shard_view import ShardView
-from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.scheduling.step_plan import ONE_STEP, StepChoice, StepPlan
 
 if TYPE_CHECKING:
     from jaxserve.scheduling.schedule_config import ScheduleConfig

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.class_preemption import preempt_lower_classes
 from jaxserve.scheduling.decode import Decodes, may_sample_late
 from jaxserve.scheduling.ledger import Ledger
@@ -18,7 +17,7 @@ from jaxserve.scheduling.prompts import Prompts
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.shard_view import Changes, ShardView
 from jaxserve.scheduling.starts import Starts
-from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.scheduling.step_plan import StepChoice, StepPlan
 from jaxserve.scheduling.updates import Updates
 
 

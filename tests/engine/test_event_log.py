@@ -12,11 +12,10 @@ from slow_tier import SlowTier
 
 from jaxserve.core.event_log import EventLog, event_from_json, event_to_json, read_log, replay_log
 from jaxserve.core.events import Added, CacheReset, Record, ReplicaEvent, Scheduled, replay
-from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.request import FinishReason, RequestStatus
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.step_plan import StepShape
+from jaxserve.scheduling.step_plan import StepChoice, StepShape
 from tests.driven_core import DRAFTING, FAILURE, LARGER, SIZES, Driven
 from tests.parameters import mainly
 

@@ -12,11 +12,11 @@ from jaxserve.core.event_log import EventLog, read_log, replay_log
 from jaxserve.core.events import Scheduled
 from jaxserve.core.step_chooser import StepChooser
 from jaxserve.core.step_stats import InFlight
-from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.step_plan import StepChoice, Timing
 from jaxserve.scheduling.step_time import StepTime
 from tests.driven_core import DRAFTING, LARGER, SIZES, Driven
 

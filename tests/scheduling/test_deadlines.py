@@ -5,7 +5,7 @@ from simulation import Loop, generate_alone, make_request, make_scheduler, start
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.scheduling.choice import StepChoice, Timing
+from jaxserve.scheduling.step_plan import StepChoice, Timing
 from service_suites import SUITES, TARGETS, Run
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")

@@ -4,8 +4,8 @@ import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler, starts
 
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.request import FinishReason, RequestStatus
+from jaxserve.scheduling.step_plan import StepChoice
 
 
 def lengths(loop):

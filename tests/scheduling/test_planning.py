@@ -7,8 +7,8 @@ import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler, num_computed, starts
 
 from jaxserve.errors import RequestError
-from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.request import FinishReason, RequestStatus
+from jaxserve.scheduling.step_plan import StepChoice
 
 
 def test_the_same_events_give_the_same_plans():

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, num_computed, rows_of
 
-from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.step_plan import StepChoice, Timing
 from tests.random_runs import examples
 
 REQUESTS = st.lists(

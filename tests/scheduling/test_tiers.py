@@ -21,9 +21,8 @@ from jaxserve.core.events import (
     Withdrawn,
     replay,
 )
-from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.request import FinishReason, RequestStatus
-from jaxserve.scheduling.step_plan import StepShape
+from jaxserve.scheduling.step_plan import StepChoice, StepShape
 from tests.random_runs import examples
 
 PROMPTS = st.builds(
