@@ -91,7 +91,7 @@ class StepChooser:
         plan, rounds, num_tokens = step.plan, result.rounds, result.num_tokens[: step.plan.num_rows]
         program = self._program(plan.num_rows, plan.num_even_rows, has_drafts=bool(plan.num_drafts) or self.may_draft)
         if self._max_drafts and plan.admitted:
-            self._pacer.admit([r.slot for r in plan.admitted if r.slot >= 0])
+            self._pacer.acceptance.admit([r.slot for r in plan.admitted if r.slot >= 0])
         if plan.num_prefill_tokens or plan.is_split or program is None:
             self._pacer.pause()
             return
@@ -101,7 +101,7 @@ class StepChooser:
             num_rounds = int(rounds.sampled[: plan.num_rows].any(axis=0).sum())
             own = [row for row, request in enumerate(plan.requests) if request.slot == plan.slots[row]]
             slots = [plan.slots[row] for row in own]
-            self._pacer.accepted(slots, rounds.wanted[own], rounds.accepted[own])
+            self._pacer.acceptance.add(slots, rounds.wanted[own], rounds.accepted[own])
             mean = float((num_tokens[np.array(plan.num_drafts) > 0] if is_scout else num_tokens).mean())
         self._pacer.ended(program, most, plan.num_steps, num_rounds, mean, result.ended_s, is_scout=is_scout)
 

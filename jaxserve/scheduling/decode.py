@@ -1,4 +1,4 @@
-"""Decodes: gives decoding rows their next token, before any prompt gets tokens."""
+"""DecodePlanner: gives decoding rows their next token, before any prompt gets tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxserve.scheduling.request import Request, RequestStatus
 from jaxserve.scheduling.step_plan import StepPlan
 
 
-class Decodes:
+class DecodePlanner:
     """Planner of decoding rows; some take turns to be held back, so that prompts progress.
 
     Args:

@@ -139,6 +139,9 @@ class Pacer:
         adaptive: True to choose by measurements; otherwise always draft K tokens if drafts are possible.
         dispatch_s: maximum total time of a dispatch's rounds; infinite for the maximum number of rounds, with a single
             kind of plain dispatch.
+
+    Attributes:
+        acceptance: counts of drafted and accepted tokens, updated by the caller.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class Pacer:
         self._step_time = step_time
         self._max_drafts, self._adaptive = max_drafts, adaptive
         self._dispatch_s, self._is_timed = dispatch_s, math.isfinite(dispatch_s)
-        self._acceptance = Acceptance(max_drafts, num_slots)
+        self.acceptance = Acceptance(max_drafts, num_slots)
         # Time credit of probes, by program and probe kind.
         self._credit_s = defaultdict[StepShape, dict[str, float]](lambda: dict.fromkeys(PROBE_FRACTION, MAX_CREDIT_S))
         # program and kind of the dispatch that ended last, and whether it was a scout
@@ -163,10 +166,6 @@ class Pacer:
         self._again: tuple[StepShape, int] | None = None  # program and max_steps of a choice that cannot change yet
         self._is_probe = False  # the latest choice is a dispatch of the probe
         self._next_scout = 0  # index among the running rows: first drafting row in the next scout
-
-    def admit(self, slots: Sequence[int]) -> None:
-        """Reset the counts for newly used slots."""
-        self._acceptance.admit(slots)
 
     def choose(self, program: StepShape, slots: Sequence[int], max_steps: int = 1) -> tuple[NDArray[np.int64], int]:
         """Return the number of tokens to draft for each running slot, and the maximum rounds of the dispatch.
@@ -181,7 +180,7 @@ class Pacer:
         if not slots and (program, max_steps) == self._again:
             return NO_DRAFTS, 1
         self._is_probe = False
-        chances = self._acceptance.chances(slots) if len(slots) else None
+        chances = self.acceptance.chances(slots) if len(slots) else None
         kind, is_measured = SINGLE, False
         if chances is not None and not self._adaptive:
             kind, is_measured = self._max_drafts, True
@@ -264,7 +263,7 @@ class Pacer:
             if not (probe.num_running or probe.num_left):
                 self._probe = None
                 if is_scout and num_tokens * probe.usual_s > num_rounds * times.guess_s(num_drafts):
-                    self._acceptance.fade(SURPRISE)
+                    self.acceptance.fade(SURPRISE)
                     self._probe = _Probe(program, probe.kind, SCOUT, PROBES)
         if last is None:
             return
@@ -275,10 +274,6 @@ class Pacer:
         is_timed = last == self._last and num_rounds and not is_scout
         if not is_timed or times.add(kind, num_rounds, seconds, end_s, is_probe=is_probe):
             self._again = None
-
-    def accepted(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
-        """Record the wanted and accepted draft tokens of some slots, [rows, rounds]."""
-        self._acceptance.add(slots, wanted, accepted)
 
     def pause(self) -> None:
         """Give up the current probe, and do not time the dispatch that ends next, because other work ran."""

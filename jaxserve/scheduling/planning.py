@@ -1,4 +1,4 @@
-"""Planning: makes a step's plan from one token budget: preemption by class, then decode, then prompts.
+"""StepPlanner: makes a step's plan from one token budget: preemption by class, then decode, then prompts.
 
 Budget. Decoding rows get one token each; prompts get the rest, see `prefill`. If that leaves prompts fewer than
 `reserved_prefill_tokens`, some decoding rows are held back: they get left-over budget, and otherwise take turns to miss
@@ -28,8 +28,8 @@ from jaxserve.scheduling.shard import Shard
 from jaxserve.scheduling.step_plan import StepChoice, StepPlan
 
 
-class Planning:
-    """Makes plans. Each shard has its own plan, and all agree on the number of steps.
+class StepPlanner:
+    """Makes the plans of a step: one per shard, and all agree on the number of steps.
 
     Args:
         shards: all shards.

@@ -1,4 +1,4 @@
-"""Prefills: gives prompts the tokens that decoding rows leave: first prompts between two chunks, then new ones.
+"""PrefillPlanner: gives prompts the tokens that decoding rows leave: first prompts between two chunks, then new ones.
 
 Order. Prompts between two chunks come first, oldest first, then waiting requests in their order, as long as slots,
 budget and pages last. A long prompt leaves half the budget to others, and finally gets the tokens they did not take;
@@ -26,12 +26,12 @@ from jaxserve.scheduling.ledger import RUNS, Ledger, num_remaining
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prompts import Prompts
 from jaxserve.scheduling.request import Request
-from jaxserve.scheduling.starts import Starts
+from jaxserve.scheduling.starts import StartPlanner
 from jaxserve.scheduling.step_plan import StepPlan
 
 
-class Prefills:
-    """Plans prompts between two chunks and the start of further requests.
+class PrefillPlanner:
+    """Planner of prompts: those between two chunks, and those of requests that start.
 
     Args:
         policy: policy that sizes chunks.
@@ -39,7 +39,7 @@ class Prefills:
         starts: starter of waiting requests.
     """
 
-    def __init__(self, ledger: Ledger, policy: Policy, prompts: Prompts, starts: Starts) -> None:
+    def __init__(self, ledger: Ledger, policy: Policy, prompts: Prompts, starts: StartPlanner) -> None:
         self._ledger, self._policy, self._prompts, self._starts = ledger, policy, prompts, starts
 
     def schedule(

@@ -4,9 +4,10 @@ There are no phases: every request has `num_computed_tokens` out of `num_tokens`
 are equal, which samples one further token. Chunked prefill, prefix-cache hits and recomputation after preemption are
 all this one case. The scheduler is a pure function of its state and the order of calls: no clock, no randomness.
 
-One request. `add` queues it in the `Ledger`. Each `schedule` makes a plan (`Planning`): decoding rows (`Decodes`), then
-prompts and new requests (`Prefills`, `Starts`). `update` appends the sampled tokens of a plan and ends finished
-requests (`Updates`); `finish` ends others. Only the `Ledger` moves requests between queue, slots and pages.
+One request. `add` queues it in the `Ledger`. Each `schedule` makes a plan (`StepPlanner`): decoding rows
+(`DecodePlanner`), then prompts and new requests (`PrefillPlanner`, `StartPlanner`). `update` appends the sampled tokens
+of a plan and ends finished requests (`RequestUpdater`); `finish` ends others. Only the `Ledger` moves requests between
+queue, slots and pages.
 
 Shards. With data-parallel attention, a shard's devices hold only the keys and values of its own rows, and a step gives
 each shard an equal part of the token axis. Each `Shard` therefore has its own ledger, and their plans are joined, one
@@ -47,7 +48,7 @@ from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.kv_cache.page_store import PageStore
 from jaxserve.scheduling.kv_cache.transfers import Tier, Transfers
 from jaxserve.scheduling.ledger import Ledger
-from jaxserve.scheduling.planning import Planning, join
+from jaxserve.scheduling.planning import StepPlanner, join
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.shard import Shard
@@ -120,7 +121,7 @@ class Scheduler:
         ]
         self.rows = Rows(self.shards)
         self._balancer = Balancer(self.shards, dict(self.policy.weights))
-        self._planning = Planning(
+        self._planning = StepPlanner(
             self.shards, self._balancer, Deadlines(self.policy.targets, self.policy.reserved_prefill_tokens)
         )
         self._requests: dict[str, Request] = {}  # waiting and running

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from jaxserve.scheduling.class_preemption import preempt_lower_classes
-from jaxserve.scheduling.decode import Decodes, may_sample_late
+from jaxserve.scheduling.decode import DecodePlanner, may_sample_late
 from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.prefill import Prefills
+from jaxserve.scheduling.prefill import PrefillPlanner
 from jaxserve.scheduling.prompts import Prompts
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.shard_view import Changes, ShardView
-from jaxserve.scheduling.starts import Starts
+from jaxserve.scheduling.starts import StartPlanner
 from jaxserve.scheduling.step_plan import StepChoice, StepPlan
-from jaxserve.scheduling.updates import Updates
+from jaxserve.scheduling.updates import RequestUpdater
 
 
 class Shard:
@@ -49,10 +49,10 @@ class Shard:
         """Forget all requests and cached pages."""
         self.ledger = ledger = self._new_ledger()
         prompts = Prompts(ledger, self.policy)
-        self.starts = Starts(ledger, self.policy, prompts)
-        self.prefills = Prefills(ledger, self.policy, prompts, self.starts)
-        self.decodes = Decodes(ledger, self.policy, self._num_spare_tokens)
-        self.updates = Updates(ledger, self.starts)
+        self.starts = StartPlanner(ledger, self.policy, prompts)
+        self.prefills = PrefillPlanner(ledger, self.policy, prompts, self.starts)
+        self.decodes = DecodePlanner(ledger, self.policy, self._num_spare_tokens)
+        self.updates = RequestUpdater(ledger, self.starts)
         self.changes.note(has_lost_cache=True)
         self.view = ShardView(ledger, prompts, self.starts, self.changes)
         # The current plan

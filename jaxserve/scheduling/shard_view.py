@@ -8,7 +8,7 @@ from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.prompts import Prompts
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix, Start
-from jaxserve.scheduling.starts import Starts
+from jaxserve.scheduling.starts import StartPlanner
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class ShardView:
         changes: reports of changes in the answers.
     """
 
-    def __init__(self, ledger: Ledger, prompts: Prompts, starts: Starts, changes: Changes) -> None:
+    def __init__(self, ledger: Ledger, prompts: Prompts, starts: StartPlanner, changes: Changes) -> None:
         self._ledger, self._prompts, self._starts, self.changes = ledger, prompts, starts, changes
 
     @property

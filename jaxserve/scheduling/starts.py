@@ -1,4 +1,4 @@
-"""Starts: starts waiting requests with the tokens that unfinished prompts leave in a step.
+"""StartPlanner: starts waiting requests with the tokens that unfinished prompts leave in a step.
 
 Skipping. A waiting request may have to wait for unfinished prompts: because their maximum number is reached, or because
 one of them is just computing the page that it needs next. Then it is skipped, and later requests may start. This
@@ -30,7 +30,7 @@ from jaxserve.scheduling.request import Request, RequestStatus
 from jaxserve.scheduling.step_plan import StepPlan
 
 
-class Starts:
+class StartPlanner:
     """Planner that starts waiting requests.
 
     Args:

@@ -1,4 +1,4 @@
-"""Updates: appends the sampled tokens of a plan, and ends requests that have sampled their last token.
+"""RequestUpdater: appends the sampled tokens of a plan, and ends requests that have sampled their last token.
 
 Upper bounds. The device may compute less than planned: it stops a row at its last token and continues the others.
 `num_computed_tokens` counts planned tokens, and an update takes back the uncomputed ones. A plan made meanwhile needs
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 
 from jaxserve.scheduling.ledger import RUNS, Ledger
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
-from jaxserve.scheduling.starts import Starts
+from jaxserve.scheduling.starts import StartPlanner
 from jaxserve.scheduling.step_plan import StepPlan
 
 
-class Updates:
-    """Updater of requests when their sampled tokens become known.
+class RequestUpdater:
+    """Appends sampled tokens to requests, and ends requests that have sampled their last token.
 
     Plans arrive in order, once each. A request may have been preempted or have ended since.
 
@@ -33,7 +33,7 @@ class Updates:
         num_wasted_tokens: tokens sampled for requests that had ended.
     """
 
-    def __init__(self, ledger: Ledger, starts: Starts) -> None:
+    def __init__(self, ledger: Ledger, starts: StartPlanner) -> None:
         self._ledger, self._starts = ledger, starts
         self.num_wasted_tokens = 0
 

@@ -88,7 +88,9 @@ class Simulation:
         accepted = np.minimum(np.cumprod(right, axis=2).sum(axis=2), wanted[:, None]).astype(np.int32)
         num_tokens = int((accepted + 1).sum())
         if num_drafts:
-            self.pacer.accepted(slots, np.broadcast_to(wanted[:, None], accepted.shape).astype(np.int32), accepted)
+            self.pacer.acceptance.add(
+                slots, np.broadcast_to(wanted[:, None], accepted.shape).astype(np.int32), accepted
+            )
         mean = float(accepted[drafting].sum(axis=1).mean() + num_rounds) if is_scout else num_tokens / len(slots)
         program = program_of(phase.num_rows)
         self.pacer.ended(program, num_drafts, num_rounds, num_rounds, mean, self.now_s, is_scout=is_scout)
@@ -157,7 +159,7 @@ def test_tokens_that_are_hardly_accepted_are_measured_and_then_not_drafted() -> 
         chosen.append(int(wanted[0]))
         pacer.launched(chosen[-1], 1)
         if chosen[-1]:
-            pacer.accepted([0], np.array([[chosen[-1]]], np.int32), np.zeros((1, 1), np.int32))
+            pacer.acceptance.add([0], np.array([[chosen[-1]]], np.int32), np.zeros((1, 1), np.int32))
         now_s += 0.001 * (1 + chosen[-1])
         pacer.ended(program_of(1, 1), chosen[-1], 1, 1, 1.0, now_s)
     assert most in chosen
@@ -177,7 +179,7 @@ def run_accepted(
         now_s += (0.012 if k else 0.010) * num_rounds
         if k:
             drafts = np.full((32, num_rounds), k, np.int32)
-            pacer.accepted(slots, drafts, drafts)
+            pacer.acceptance.add(slots, drafts, drafts)
         pacer.ended(program_of(64, 3), k, num_rounds, num_rounds, num_rounds * (k + 1.0), now_s)
     return chosen
 
@@ -226,5 +228,5 @@ def test_a_fixed_number_is_always_drafted() -> None:
         wanted, num_rounds = pacer.choose(program_of(2, 3), [0, 3])
         assert wanted.tolist() == [K, K]
         assert 1 <= num_rounds <= 3
-        pacer.accepted([0, 3], np.full((2, 3), K, np.int32), np.zeros((2, 3), np.int32))
+        pacer.acceptance.add([0, 3], np.full((2, 3), K, np.int32), np.zeros((2, 3), np.int32))
         pacer.ended(program_of(2, 3), K, 3, 3, 3.0, random.random())
