@@ -33,7 +33,7 @@ def ragged_paged_attention(
     num_parts: int | None = None,
     backend: str = AUTO,
 ) -> tuple[Float[Array, "T Q V"], Pages]:
-    """Write the new vectors to their rows' pages, then attend; return the output and the updated pool.
+    """Write the new keys and values, or latents, to their rows' pages, then attend with all new tokens.
 
     All new vectors are written before any row attends: a row sees another row's new vectors in a shared page. Scores
     and softmax are float32 for every dtype.
@@ -47,6 +47,9 @@ def ragged_paged_attention(
         then counts the smaller pages: page n in the pool becomes the pages from `n * num_parts` on. None for a pool
         made for these heads.
       backend: "auto" or a name in `BACKENDS`.
+
+    Returns:
+      Each new token's output, and the updated pool.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit together.
@@ -76,7 +79,7 @@ def select_backend(
     kv_dtype: DTypeLike,
     platform: str | None = None,
 ) -> str:
-    """Return the name of the backend that serves these sizes: resolve "auto" once, then pass the result everywhere.
+    """Return the name of the backend for a model: resolve "auto" once, then pass the name everywhere.
 
     Args:
       backend: "auto" or the name of a backend that must be able to run.
@@ -99,7 +102,17 @@ def select_backend(
 
 
 def select_for_pool(backend: str, kind: KVKind, num_query_heads: int, kv_pages: Pages) -> str:
-    """Return the name of the backend for a pool; its page size depends on the backend's layout."""
+    """Return the name of the backend that runs a call with an existing pool.
+
+    Args:
+      backend: "auto" or the name of a backend that must be able to run.
+      kind: vectors that the pool stores for a token.
+      num_query_heads: number of query heads, Q.
+      kv_pages: the pool, whose page size each backend reads from the shape according to its own layout.
+
+    Raises:
+      UnsupportedBackendError: no backend, or not the named one, can run the call.
+    """
     shape, platform = values_of(kv_pages).shape, target_platform()
 
     def unsupported_reason(candidate: Backend) -> str | None:
@@ -110,17 +123,27 @@ def select_for_pool(backend: str, kind: KVKind, num_query_heads: int, kv_pages: 
 
 
 def step_rows(backend: str, rows: RaggedRows) -> RaggedRows:
-    """Prepare a step's rows for all layers: gather the page table once if the backend then reads it faster."""
+    """Prepare a step's rows for all layers' calls: gather the page table once, if `backend` reads it faster then."""
     return rows.with_gathered_table() if backend_named(backend).gathers_table else rows
 
 
 def read_rows(backend: str, rows: RaggedRows, kv_pages: Pages) -> RaggedRows:
-    """Return the rows with a page table that has only the pages they read."""
+    """Return the rows with page tables and lengths that include only the pages in `rows.pages_to_read`.
+
+    Args:
+      backend: name of the backend that the pool was made for.
+      rows: the step's rows.
+      kv_pages: the pool.
+    """
     return rows.with_read_pages(BACKENDS[backend].layout.pool_dims(values_of(kv_pages).shape).page_size)
 
 
 def _check_inputs(inputs: AttentionInputs, options: AttentionOptions) -> KVKind:
-    """Check everything but the pool, and return the kind of vectors that the pool stores."""
+    """Check the shapes and dtypes of all arguments except the pool; return the vectors that the pool must store.
+
+    Raises:
+      ValueError: shapes, dtypes or options do not fit together.
+    """
     q, k, v = inputs.q, inputs.k, inputs.v
     if q.ndim != 3 or k.ndim != 3 or (v is not None and v.shape != k.shape):
         shape = None if v is None else v.shape
@@ -147,6 +170,7 @@ def _check_inputs(inputs: AttentionInputs, options: AttentionOptions) -> KVKind:
 
 
 def _check_latents(inputs: AttentionInputs, options: AttentionOptions) -> None:
+    """Raise ValueError unless the inputs have one latent per token, and no options that latents do not support."""
     _, num_heads, size = inputs.k.shape
     if num_heads != 1:
         raise ValueError(f"k must have the latents as the keys of one head, got {num_heads} heads")
@@ -157,6 +181,7 @@ def _check_latents(inputs: AttentionInputs, options: AttentionOptions) -> None:
 
 
 def _check_rows(rows: RaggedRows) -> None:
+    """Raise ValueError if an array in `rows` has a wrong shape or dtype."""
     R = rows.kv_lens.shape[0]
     expected = {"kv_lens": (R,), "cu_q_lens": (R + 1,), "num_rows": ()}
     arrays = rows._asdict()
@@ -179,6 +204,7 @@ def _check_rows(rows: RaggedRows) -> None:
 
 
 def _check_window(rows: RaggedRows, options: AttentionOptions) -> None:
+    """Raise ValueError if a layer has a sliding window and rows read only some pages."""
     if rows.pages_to_read is not None and options.window is not None:
         raise ValueError(
             f"pages_to_read must be None in a layer with a window, got a window of {options.window} tokens: it counts "
@@ -187,6 +213,7 @@ def _check_window(rows: RaggedRows, options: AttentionOptions) -> None:
 
 
 def _check_rope(rope: Array | None, kind: KVKind, T: int) -> None:
+    """Raise ValueError unless `rope` has float32 cosines and sines of T tokens for the rotated elements in `kind`."""
     half = kind.rope_dim / 2
     if rope is not None and (rope.shape != (2, T, half) or rope.dtype != jnp.float32):
         raise ValueError(
@@ -196,6 +223,7 @@ def _check_rope(rope: Array | None, kind: KVKind, T: int) -> None:
 
 
 def _check_pool(backend: str, kind: KVKind, kv_pages: Pages, layer: int | Array) -> None:
+    """Raise ValueError if a pool does not have the shapes and dtypes for a backend and `kind`, or has no such layer."""
     shape, layout = values_of(kv_pages).shape, layout_for(BACKENDS[backend], kind, pool_dtype(kv_pages))
     dims = layout.pool_dims(shape)
     if shape != (expected := layout.kv_shape(dims)):

@@ -36,7 +36,13 @@ _LOWEST = float(np.finfo(np.float32).min)
 
 @dataclass(frozen=True)
 class LayerPages:
-    """One layer's pages in a head-major pool: matrices `[P, H]`, one per key or value head, or one for all latents."""
+    """One layer of a head-major pool, whose pages have a matrix `[P, H]` for each key and value head, or for latents.
+
+    Attributes:
+        kv_pages: pool with all layers.
+        layer: layer to read.
+        kind: vectors that the pool stores for a token.
+    """
 
     kv_pages: Pages
     layer: int | Int32[Array, ""]
@@ -44,10 +50,14 @@ class LayerPages:
 
     @property
     def page_size(self) -> int:
+        """Number of tokens per page."""
         return int(values_of(self.kv_pages).shape[-2])
 
     def read(self, page_id: Int32[Array, "B b"]) -> tuple[Float32[Array, "B K S H"], Float32[Array, "B K S V"]]:
-        """Return the keys and values in some pages, per KV head, in token order."""
+        """Return the keys and values in b pages for each of B sequences, as float32, with one token axis S.
+
+        For latents, the values are the first elements of the keys.
+        """
         page_id = self.layer * values_of(self.kv_pages).shape[1] + page_id
         if isinstance(self.kind, Latents):
             latents = self._gather(page_id[:, None, :])
@@ -57,7 +67,10 @@ class LayerPages:
         return self._gather(ids), self._gather(ids + 1)
 
     def _gather(self, ids: Int32[Array, "B K b"]) -> Float32[Array, "B K S H"]:
-        """Gather matrices by their index over all layers, pages and heads, joined along the token axis."""
+        """Gather b matrices for each of B sequences and K heads, join them along the token axis S, and decode them.
+
+        An id is an index among the matrices of all layers, pages and heads.
+        """
         token_axis = values_of(self.kv_pages).ndim - 2
 
         def gather(pages: Shaped[Array, "L N *rest"]) -> Shaped[Array, "B K S *H"]:
@@ -69,13 +82,19 @@ class LayerPages:
 
 
 def attend(attention: Attention, q: Float[Array, "T Q H"], rows: RaggedRows) -> Float[Array, "T Q V"]:
-    """Attend with every row over its pages; zeros for padding tokens."""
+    """Return the attention outputs of all new tokens over their rows' pages, zeros for padding tokens.
+
+    Args:
+        attention: pages and options.
+        q: queries after RoPE.
+        rows: the step's rows.
+    """
     out = _attend_decode_rows(attention, q, jnp.zeros((*q.shape[:2], attention.pages.kind.value_dim), q.dtype), rows)
     return out if q.shape[0] == 1 else _attend_prefill_rows(attention, q, out, rows)
 
 
 class Attention(NamedTuple):
-    """Arguments that all queries share.
+    """What all queries in one layer attend to, and how.
 
     Attributes:
         pages: the layer's pages.
@@ -91,13 +110,20 @@ class Attention(NamedTuple):
 
 
 class _Tree(NamedTuple):
-    """Draft-tree nodes that each query in a tile sees, and the first node's position."""
+    """Draft tree of a query tile's row."""
 
     nodes: Int32[Array, "X columns"]
+    """`visible_nodes` of each query."""
     start: Int32[Array, ""]
+    """Position of the tree's first node."""
 
     def shows(self, key_position: Int32[Array, "1 S"], window: int | None) -> Bool[Array, "1 X S"]:
-        """Return which keys the tree lets each query see; the caller must also mask later keys."""
+        """Return the mask of keys that each query sees according to the tree; the caller must also mask later keys.
+
+        Args:
+            key_position: position of each key.
+            window: number of tokens that a query sees, or None.
+        """
         key_position = key_position[:, None, :]
         node = key_position - self.start
         word, bit = jnp.broadcast_arrays(self.nodes[None, :, :1], jnp.clip(node, 0, MAX_NODES - 1))
@@ -106,27 +132,29 @@ class _Tree(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """State of an online softmax over keys, for B sequences with X queries each."""
+    """State of an online softmax over the keys seen so far, for B sequences with X queries and K * G heads each."""
 
     max_score: Float32[Array, "B K G X"]
     denominator: Float32[Array, "B K G X"]
+    """Sum of the weights."""
     weighted_sum: Float32[Array, "B K G X V"]
+    """Sum of the values times their weights."""
 
     @staticmethod
     def empty(shape: tuple[int, ...]) -> Softmax:
-        """Return the softmax before any key; `shape` is the shape of `weighted_sum`."""
+        """Return the state before any key; `shape` is the shape of `weighted_sum`."""
         return Softmax(jnp.full(shape[:-1], _LOWEST), jnp.zeros(shape[:-1]), jnp.zeros(shape))
 
     def result(self) -> Float32[Array, "B K G X V"]:
-        """Return the outputs, zeros for queries that have seen no key."""
+        """Return the attention outputs, zeros for queries that have seen no key."""
         return self.weighted_sum / jnp.where(self.denominator > 0, self.denominator, 1)[..., None]
 
     def queries(self, start: Int32[Array, ""], num_queries: int) -> Softmax:
-        """Return the state for `num_queries` consecutive queries."""
+        """Return the state of `num_queries` consecutive queries, on the axis X, from index `start` on."""
         return Softmax(*(lax.dynamic_slice_in_dim(x, start, num_queries, 3) for x in self))
 
     def with_queries(self, start: Int32[Array, ""], state: Softmax) -> Softmax:
-        """Return this state with the queries from `start` on replaced by `state`."""
+        """Return this state with the queries from index `start` on, on the axis X, replaced by `state`."""
         pairs = zip(self, state, strict=True)
         return Softmax(*(lax.dynamic_update_slice_in_dim(x, new, start, 3) for x, new in pairs))
 
@@ -134,7 +162,17 @@ class Softmax(NamedTuple):
 def _attend_decode_rows(
     attention: Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q V"], rows: RaggedRows
 ) -> Float[Array, "T Q V"]:
-    """Fill in the outputs for decode rows, one group with similar lengths at a time."""
+    """Attend with the rows that have one new token, one group of rows with similar lengths at a time.
+
+    Args:
+        attention: pages and options.
+        q: queries of all new tokens.
+        out: outputs of all new tokens.
+        rows: the step's rows.
+
+    Returns:
+        `out` with the outputs of these rows filled in.
+    """
     T, R = q.shape[0], rows.kv_lens.shape[0]
     group_rows = min(DECODE_GROUP_ROWS, R)
     is_decode = rows.live_q_lens() == 1
@@ -159,7 +197,17 @@ def _attend_decode_rows(
 def _attend_prefill_rows(
     attention: Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q V"], rows: RaggedRows
 ) -> Float[Array, "T Q V"]:
-    """Fill in the outputs for rows with several tokens, one query tile at a time."""
+    """Attend with the rows that have several new tokens, at most `max_queries`, one query tile at a time.
+
+    Args:
+        attention: pages and options.
+        q: queries of all new tokens.
+        out: outputs of all new tokens.
+        rows: the step's rows.
+
+    Returns:
+        `out` with the outputs of these rows filled in.
+    """
     T = q.shape[0]
     tile_size = min(PREFILL_TILE_QUERIES, T)
     q_lens = rows.live_q_lens()
@@ -199,7 +247,16 @@ def _attend_blocks(
     block_tokens: int,
     tree: _Tree | None = None,
 ) -> Float[Array, "B X Q V"]:
-    """Attend with X queries from each of B sequences, one key block at a time; queries at position -1 are ignored."""
+    """Attend with X queries from each of B sequences, one key block at a time.
+
+    Args:
+        attention: pages and options.
+        q: queries.
+        position: position of each query in its sequence; -1 for padding.
+        page_table: page ids of each sequence.
+        block_tokens: number of tokens in a key block, rounded down to whole pages.
+        tree: draft tree of the only sequence, or None.
+    """
     B, X, Q, H = q.shape
     pages = attention.pages
     K, V, page_size = pages.kind.num_kv_heads, pages.kind.value_dim, pages.page_size
@@ -233,7 +290,13 @@ def _attend_blocks(
 def _key_range(
     position: Int32[Array, "B X"], depth_position: Int32[Array, "B X"], window: int | None
 ) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
-    """Return the bounds of the keys that any query in a sequence sees; a window ends at `depth_position`."""
+    """Return the first and end position of the keys that at least one query in each sequence sees.
+
+    Args:
+        position: position of each query; -1 for padding.
+        depth_position: position from which each query's window counts back.
+        window: number of tokens that a query sees, or None.
+    """
     last = jnp.max(position, axis=1)
     if window is None:
         return jnp.zeros_like(last), last + 1
@@ -244,12 +307,16 @@ def _key_range(
 def _visible(
     position: Int32[Array, "B X"], key_position: Int32[Array, "B S"], window: int | None
 ) -> Bool[Array, "B X S"]:
+    """Return the mask of keys that each query sees: not later ones, and only those in its window."""
     distance = position[:, :, None] - key_position[:, None, :]
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
 def _start(sinks: Float[Array, "Q"] | None, shape: tuple[int, ...]) -> Softmax:
-    """Return the softmax before any key: empty, or with the sink for each query head."""
+    """Return the softmax state before any key: empty, or with a logit per query head as the first score (`sinks`).
+
+    `shape` is `(B, K, G, X, V)`.
+    """
     if sinks is None:
         return Softmax.empty(shape)
     B, K, G, X, _ = shape
@@ -265,7 +332,16 @@ def absorb(
     visible: Bool[Array, "B X S"],
     soft_cap: float | None = None,
 ) -> Softmax:
-    """Return the softmax after one more key block; queries that see none of its keys keep their state."""
+    """Return the softmax state after one more key block; queries that see none of its keys keep their state.
+
+    Args:
+        state: state after the previous blocks.
+        q: scaled queries.
+        k: keys in the block.
+        v: values in the block.
+        visible: mask of the keys that each query sees.
+        soft_cap: bound on the scores, or None.
+    """
     visible = visible[:, None, None]  # [B, 1, 1, X, S]
     scores = jnp.einsum("bkgxh,bksh->bkgxs", q, k, precision=lax.Precision.HIGHEST)
     if soft_cap is not None:

@@ -20,7 +20,8 @@ BLOCK_TOKENS = 256
 
 
 def break_even_queries(matrices: HeadMatrices) -> int | None:
-    """Return the minimum number of new tokens for which expansion is cheaper at any row length; None if it never is.
+    """Return the number of new tokens in a row from which on attention to expanded latents takes fewer multiplications,
+    whatever the row's length; None if it never does.
 
     For q new tokens and k keys, absorbed matrices take q r (n + v) multiplications, and scores and values q k (2r + d).
     Expansion takes k r (n + v), and then q k (n + d + v).
@@ -40,16 +41,19 @@ def attend(
     min_queries: int,
     out: Float[Array, "T Q V"],
 ) -> Float[Array, "T Q V"]:
-    """Attend with the rows that have at least `min_queries` new tokens, and replace their outputs in `out`.
+    """Attend to expanded latents with the rows that have at least `min_queries` new tokens.
 
     Args:
         q: per-head queries, after RoPE on their last elements.
-        matrices: per-head matrices.
+        matrices: per-head matrices that expand latents.
         pages: the layer's pages, including the new latents.
         rows: the step's rows.
         scale: factor on the scores.
         min_queries: minimum number of new tokens per row.
-        out: outputs for the other rows.
+        out: outputs of all tokens, which have the other rows' outputs.
+
+    Returns:
+        `out` with the outputs of these rows replaced.
     """
     (T, Q, _), V = q.shape, out.shape[2]
     tile, block_pages = min(TILE_QUERIES, T), max(1, BLOCK_TOKENS // pages.page_size)
@@ -97,7 +101,7 @@ def attend(
 def _expand(
     latents: Float32[Array, "S W"], matrices: HeadMatrices
 ) -> tuple[Float32[Array, "Q S H"], Float32[Array, "Q S V"]]:
-    """Return every head's keys and values; a key ends with the latent's rotated elements."""
+    """Expand S latents to every query head's keys and values; a key ends with the latent's rotated elements."""
     (Q, _, rank), (S, W) = matrices.to_keys.shape, latents.shape
     content, rotated = latents[:, :rank], jnp.broadcast_to(latents[:, rank:], (Q, S, W - rank))
     keys, values = (

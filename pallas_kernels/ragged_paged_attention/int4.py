@@ -24,35 +24,40 @@ NUMBERS = 4  # bytes for the step and minimum of a group
 
 
 def group_size(head_dim: int) -> int:
+    """Return the number of elements that share a step and minimum in a vector with `head_dim` elements."""
     return head_dim if head_dim % GROUP else GROUP
 
 
 def stored_bytes(head_dim: int) -> int:
+    """Return the number of bytes that store a vector with `head_dim` elements."""
     return head_dim // 2 + head_dim // group_size(head_dim) * NUMBERS
 
 
 def vector_size(num_bytes: int) -> int:
-    """Return the head size of a vector with this number of bytes; the inverse of `stored_bytes`."""
+    """Return the number of elements of a vector that is stored in `num_bytes` bytes; the inverse of `stored_bytes`."""
     group_bytes = stored_bytes(GROUP)
     return (num_bytes - NUMBERS) * 2 if num_bytes % group_bytes else num_bytes // group_bytes * GROUP
 
 
 def failure(head_dim: int) -> str | None:
-    """Return why this head size is not supported, or None if it is."""
+    """Return why int4 pools do not support vectors with `head_dim` elements, or None if they do."""
     if head_dim % 2 == 0 and (head_dim % GROUP == 0 or head_dim <= MAX_HEAD_DIM):
         return None
     return f"head_dim must be even, and above {MAX_HEAD_DIM} a multiple of {GROUP}, in a pool of int4, not {head_dim}"
 
 
 def block_size(head_dim: int) -> int:
-    """Return the number of elements rotated together: the largest power of two that divides the head size."""
+    """Return the size of the Hadamard matrix that rotates a vector block by block: a power of two.
+
+    It is the largest one that divides the number of elements, `head_dim`.
+    """
     return head_dim & -head_dim
 
 
 def rotate(x: Float[Array, "*vectors H"]) -> Float32[Array, "*vectors H"]:
-    """Multiply each block in a vector by the Hadamard matrix with entries 1 and -1, in Sylvester's order.
+    """Multiply each block of `block_size(H)` elements by the Hadamard matrix with entries 1 and -1 (Sylvester's order).
 
-    Two rotations multiply a vector by the block size.
+    The result is not normalised: a second rotation returns the vector times the block size.
     """
     shape, x = x.shape, x.astype(jnp.float32)
     half = 1
@@ -65,7 +70,10 @@ def rotate(x: Float[Array, "*vectors H"]) -> Float32[Array, "*vectors H"]:
 
 
 def pack(x: Float32[Array, "*vectors H"]) -> UInt8[Array, "*vectors bytes"]:
-    """Return the stored bytes for rotated vectors; a group with an infinity or NaN decodes to NaN."""
+    """Quantise rotated vectors to int4 and return their stored bytes; `unpack` is the inverse, except for rounding.
+
+    A group with an infinity or NaN becomes NaN.
+    """
     size = group_size(x.shape[-1])
     groups = x.reshape(*x.shape[:-1], -1, size)
     # A conversion to bfloat16 and back would be left out by XLA.
@@ -81,7 +89,7 @@ def pack(x: Float32[Array, "*vectors H"]) -> UInt8[Array, "*vectors bytes"]:
 
 
 def unpack(packed: UInt8[Array, "*vectors bytes"]) -> Float32[Array, "*vectors H"]:
-    """Return rotated vectors from their stored bytes."""
+    """Dequantise the stored bytes of int4 vectors; the vectors stay rotated."""
     head_dim = vector_size(packed.shape[-1])
     half = group_size(head_dim) // 2
     groups = packed.reshape(*packed.shape[:-1], -1, half + NUMBERS)
@@ -92,12 +100,12 @@ def unpack(packed: UInt8[Array, "*vectors bytes"]) -> Float32[Array, "*vectors H
 
 
 def _to_bytes(x: Float32[Array, "*groups"]) -> UInt8[Array, "*groups 2"]:
-    """Return each bfloat16 number as two bytes, the lower byte first."""
+    """Return float32 numbers that bfloat16 represents as the two bytes of the bfloat16, the lower byte first."""
     words: UInt32[Array, "*groups"] = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.stack([words >> 16 & 0xFF, words >> 24], axis=-1).astype(jnp.uint8)
 
 
 def _to_float(pair: UInt8[Array, "*groups 2"]) -> Float32[Array, "*groups 1"]:
-    """Invert `_to_bytes`; the last axis has size one."""
+    """Return the float32 number for each pair of bytes of a bfloat16, the lower byte first."""
     low, high = jnp.split(pair.astype(jnp.uint32), 2, axis=-1)
     return lax.bitcast_convert_type(low << 16 | high << 24, jnp.float32)

@@ -75,37 +75,41 @@ class AttentionInputs(NamedTuple):
     angles for each node's depth."""
 
     def kind(self, options: AttentionOptions) -> KVKind:
+        """Return the vectors that these inputs store for a token: heads, or latents if `options` has a rank."""
         _, num_heads, size = self.k.shape
         return Heads(num_heads, size) if options.rank is None else Latents(options.rank, size - options.rank)
 
     def vectors(self) -> Float[Array, "T *token"]:
-        """Return the vectors to store for each token: keys and values interleaved, `[2K, H]`, or the latent, `[W]`."""
+        """Return the vectors to store per new token: keys and values interleaved, `[2K, H]`, or a latent, `[W]`."""
         if self.v is None:
             return self.k[:, 0]
         T, K, H = self.k.shape
         return jnp.stack([self.k, self.v], axis=2).reshape(T, 2 * K, H)
 
     def rotated(self) -> AttentionInputs:
-        """Return the inputs after RoPE on queries and keys."""
+        """Return the inputs with RoPE applied to queries and keys (float32), and without `rope`."""
         if self.rope is None:
             return self
         return self._replace(q=apply_rope(self.q, self.rope), k=apply_rope(self.k, self.rope), rope=None)
 
 
 class HeadMatrices(NamedTuple):
-    """Per-head matrices that expand a latent's first r elements to keys (without RoPE part) and values."""
+    """Per-head matrices by which MLA expands a latent's first r elements to keys and values."""
 
     to_keys: Float[Array, "Q n r"]
+    """For the n elements of a key that RoPE does not rotate."""
     to_values: Float[Array, "Q v r"]
 
     def absorb(self, q: Float[Array, "T Q H"]) -> Float[Array, "T Q W"]:
-        """Convert per-head queries to queries that attend to latents."""
+        """Convert per-head queries, n elements and the rotated ones, to queries whose keys are latents: the first n
+        elements are multiplied by `to_keys`.
+        """
         nope_dim = self.to_keys.shape[1]
         nope = _per_head("tqn,qnr->tqr", q[..., :nope_dim], self.to_keys)
         return jnp.concatenate([nope, q[..., nope_dim:]], axis=-1)
 
     def values(self, out: Float[Array, "T Q rank"]) -> Float[Array, "T Q v"]:
-        """Convert weighted sums of latents to per-head outputs."""
+        """Convert attention outputs over latents, the weighted sums of their first r elements, to per-head outputs."""
         return _per_head("tqr,qvr->tqv", out, self.to_values)
 
 
@@ -122,7 +126,7 @@ class MLAInputs(NamedTuple):
     tree_mask: Int32[Array, "T"] | None = None
 
     def absorbed(self, q: Float[Array, "T Q W"]) -> AttentionInputs:
-        """Return the inputs for attention to latents with these absorbed queries."""
+        """Return these inputs as `AttentionInputs` with latents as keys, for queries from `HeadMatrices.absorb`."""
         return AttentionInputs(q, self.latents[:, None], None, self.rows, self.rope, tree_mask=self.tree_mask)
 
     def rotated_q(self) -> Float[Array, "T Q H"]:
@@ -132,7 +136,15 @@ class MLAInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """Static parameters that decide which backend can run a call."""
+    """Static parameters by which a backend decides if it can run a call.
+
+    Attributes:
+        kind: vectors that the pool stores for a token.
+        num_query_heads: number of query heads, Q.
+        page_size: tokens per page, P.
+        kv_dtype: dtype of the pool.
+        platform: platform to compile for, "cpu", "gpu" or "tpu".
+    """
 
     kind: KVKind
     num_query_heads: int
@@ -142,13 +154,13 @@ class Problem:
 
 
 class Backend(ABC):
-    """One way to store vectors in pages and to attend to them.
+    """Implementation of attention, with its layout of the pool.
 
     Attributes:
         layout: layout of its pools.
-        splits_pages: True if it takes a pool that was made for larger heads unchanged, so that XLA has nothing to
-            reshape.
-        gathers_table: True if all layers read pages faster from a page table ordered like the step's rows.
+        splits_pages: True if `write_and_attend` takes a pool that was made for larger heads without a reshape, which
+            XLA would perform as a copy.
+        gathers_table: True if it reads pages faster from a page table ordered like the step's rows.
         expands_latents: True if rows with many new tokens should attend to keys and values expanded from latents; see
             `expanded`.
     """
@@ -166,14 +178,22 @@ class Backend(ABC):
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Return all rows' outputs in the dtype of `q`, and the donated pool with this step's vectors.
+        """Write all rows' new vectors to the pool, and only then attend with all rows.
 
-        A backend must write all rows' vectors before any row attends: rows may share pages that one of them writes in
-        this call.
+        Rows may share pages that one of them writes in this call.
+
+        Args:
+            inputs: the step's tokens and rows; no row has `pages_to_read`.
+            kv_pages: pool; donated.
+            layer: layer in the pool.
+            options: static options.
+
+        Returns:
+            All tokens' outputs in the dtype of `q`, and the updated pool.
         """
 
 
 def _per_head(equation: str, x: Float[Array, "T Q a"], matrices: Float[Array, "Q b c"]) -> Float[Array, "T Q d"]:
-    """Multiply each head by its own matrix in the dtype of x; exact if x is float32."""
+    """Multiply each head of x by its own matrix, as the einsum `equation` specifies; exactly if x is float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(equation, x, matrices.astype(x.dtype), precision=precision)

@@ -24,10 +24,12 @@ class Heads:
 
     @property
     def key_dim(self) -> int:
+        """Number of elements in a key."""
         return self.head_dim
 
     @property
     def value_dim(self) -> int:
+        """Number of elements in a value."""
         return self.head_dim
 
     @property
@@ -54,6 +56,7 @@ class Latents:
 
     @property
     def token_shape(self) -> tuple[int, ...]:
+        """Shape of a token's vector, `(W,)`."""
         return (self.key_dim,)
 
     @property
@@ -63,6 +66,7 @@ class Latents:
 
     @property
     def value_dim(self) -> int:
+        """Number of elements in a value, r."""
         return self.rank
 
     def __str__(self) -> str:

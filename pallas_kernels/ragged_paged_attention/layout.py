@@ -20,20 +20,22 @@ SMALL_PAGE_TOKENS = 16  # leaves little of a row's last page empty
 
 
 class PoolDims(NamedTuple):
-    """Pool sizes that do not depend on the stored vectors."""
+    """Sizes of a pool that do not depend on the vectors that it stores."""
 
     num_layers: int
     num_pages: int
+    """Number of pages per layer."""
     page_size: int
+    """Tokens per page."""
 
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """Order of a pool's elements in memory, which each backend chooses.
+    """Shape of a pool's arrays: the order of layers, pages, tokens, heads and elements, which each backend chooses.
 
     Attributes:
         token_shape: stored shape of a token's vectors, `(2K, H)`, or `(W,)` for latents.
-        token_axis: pool axis that counts the tokens in a page.
+        token_axis: axis of the pool's values that counts the tokens in a page.
     """
 
     token_shape: tuple[int, ...]
@@ -45,23 +47,23 @@ class Layout(ABC):
 
     @abstractmethod
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of the pool's values."""
+        """Return the shape of the pool's values for these sizes."""
 
     @abstractmethod
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the scales' shape in a quantised pool; called only if the backend supports such a pool."""
+        """Return the shape of a quantised pool's scales for these sizes, if the backend supports such pools."""
 
     @abstractmethod
     def to_canonical(self, kv_pages: Pages) -> Pages:
-        """Return the pool, or any of its pages `[L, N, ...]`, in the canonical layout."""
+        """Convert a pool in this layout, or some of its pages `[L, N, ...]`, to the canonical layout."""
 
     @abstractmethod
     def from_canonical(self, kv_pages: Pages) -> Pages:
-        """Invert `to_canonical`."""
+        """Convert a pool in the canonical layout, or some of its pages `[L, N, ...]`, to this layout."""
 
     @classmethod
     def pool_dims(cls, shape: tuple[int, ...]) -> PoolDims:
-        """Read the pool's sizes from the shape of its values.
+        """Return a pool's sizes, given the shape of its values in this layout.
 
         Raises:
           ValueError: the number of axes fits no pool.
@@ -73,25 +75,31 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class TokenMajor(Layout):
-    """The canonical layout; scales are padded to a multiple of 2K."""
+    """The canonical layout `[L, N, P, 2K, H]`, except that scales may have padding.
+
+    Attributes:
+        scale_multiple: number that divides the padded number of scales per token.
+    """
 
     token_axis = 2
     scale_multiple: ClassVar[int] = 1
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
+        """Return the shape of the pool's values, `(L, N, P, 2K, H)` or `(L, N, P, W)`."""
         return (*dims, *self.token_shape)
 
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
+        """Return the shape of the scales, `(L, N, P, padded 2K)`, or `(L, N, P)` for latents."""
         return (*dims, *(size + -size % self.scale_multiple for size in self.token_shape[:-1]))
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
-        """Return the pool unchanged, and its scales without padding."""
+        """Return the pool with its scales, if it has any, without padding."""
         if not isinstance(kv_pages, QuantizedPages) or len(self.token_shape) == 1:
             return kv_pages
         return kv_pages._replace(scales=kv_pages.scales[..., : self.token_shape[0]])
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
-        """Invert `to_canonical`; also for single tokens `[T, 2K, H]`."""
+        """Return the pool, or single tokens `[T, 2K, H]`, with the scales padded."""
         if not isinstance(kv_pages, QuantizedPages) or len(self.token_shape) == 1:
             return kv_pages
         scales = kv_pages.scales
@@ -106,33 +114,42 @@ class HeadMajor(Layout):
     token_axis = -2
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
+        """Return the shape of the pool's values, `(L, N, 2K, P, H)` or `(L, N, P, W)`."""
         return (*self.scale_shape(dims), self.token_shape[-1])
 
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
+        """Return the shape of the scales, `(L, N, 2K, P)`, or `(L, N, P)` for latents."""
         return (dims.num_layers, dims.num_pages, *self.token_shape[:-1], dims.page_size)
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
+        """Swap the axes for heads and tokens; latents stay unchanged."""
         is_latent = len(self.token_shape) == 1
         return kv_pages if is_latent else jax.tree.map(lambda x: jnp.swapaxes(x, 2, 3), kv_pages)
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
+        """Swap the axes for tokens and heads; latents stay unchanged."""
         return HeadMajor.to_canonical(self, kv_pages)
 
 
 @dataclass(frozen=True)
 class TransposedKeys(HeadMajor):
-    """Head-major layout in which a head's keys in a page are `[H, P]`: one vector instruction scores many tokens."""
+    """Head-major layout in which each head's keys in a page are `[H, P]`: one vector instruction scores many tokens.
+
+    The array's shape stays `[L, N, 2K, P, H]`; only the order of elements inside a page's keys differs.
+    """
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
+        """Transpose each page's keys from `[H, P]` to `[P, H]`, and swap the axes for heads and tokens."""
         *_, P, H = values_of(kv_pages).shape
         return super().to_canonical(self._transposed(kv_pages, (H, P)))
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
+        """Swap the axes for tokens and heads, and transpose each page's keys from `[P, H]` to `[H, P]`."""
         P, H = values_of(kv_pages).shape[2], self.token_shape[-1]
         return self._transposed(super().from_canonical(kv_pages), (P, H))
 
     def _transposed(self, kv_pages: Pages, key_page: tuple[int, int]) -> Pages:
-        """Transpose the keys in a head-major pool, one `key_page`-shaped matrix per page and head; latents stay."""
+        """Transpose the keys of each page and head in a head-major pool, from the shape `key_page`; latents stay."""
         if len(self.token_shape) == 1:
             return kv_pages
         values = values_of(kv_pages)

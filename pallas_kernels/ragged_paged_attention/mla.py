@@ -35,10 +35,20 @@ def mla_attention(
     *,
     backend: str = AUTO,
 ) -> tuple[Float[Array, "T Q v"], Pages]:
-    """Write the new latents to their rows' pages, then attend with per-head queries.
+    """Write the new latents to their rows' pages, then attend with per-head queries (MLA).
 
     If a row may have `expanded.break_even_queries` or more tokens, such rows attend to expanded latents. Matrices are
-    then absorbed only for the other rows' tokens, a block at a time. See `ragged_paged_attention`.
+    then absorbed only for the other rows' tokens, a block at a time.
+
+    Args:
+        inputs: per-head queries, new latents, per-head matrices and rows.
+        kv_pages: pool of latents; consumed, as in `ragged_paged_attention`.
+        layer: layer in the pool.
+        options: static options, with the rank of the latents.
+        backend: "auto" or a name in `BACKENDS`.
+
+    Returns:
+        Each new token's per-head outputs, and the updated pool.
     """
     (T, Q, _), matrices = inputs.q.shape, inputs.matrices
     latent_inputs = inputs.absorbed(inputs.q)
@@ -66,7 +76,13 @@ def mla_attention(
 def _multiply_some(
     is_wanted: Bool[Array, "T"], multiply: Callable[[Array], Array], x: Float[Array, "T Q a"]
 ) -> Float[Array, "T Q b"]:
-    """Apply `multiply` to the token blocks that contain a wanted token; return zeros for other blocks."""
+    """Return `multiply(x)` for blocks of 32 tokens that contain a wanted token, and zeros for other blocks.
+
+    Args:
+        is_wanted: mask of the tokens that need a result.
+        multiply: function from some tokens' heads `[t, Q, a]` to `[t, Q, b]`.
+        x: all tokens' heads.
+    """
     T = x.shape[0]
     block = min(_BLOCK_TOKENS, T)
 

@@ -24,13 +24,14 @@ VECTOR = 4  # elements per vector register, for the narrowest in use
 
 
 class Native(Backend):
-    """Backend with a C++ kernel for CPUs."""
+    """Attention backend with a C++ kernel for CPUs."""
 
     layout = TransposedKeys
     splits_pages = True
     expands_latents = True
 
     def unsupported_reason(self, problem: Problem) -> str | None:
+        """Return why the C++ kernel cannot run a problem (platform, library, pool dtype, sizes); None if it can."""
         if problem.platform != "cpu":
             return "it runs on CPU only"
         if (reason := native.unavailable()) is not None:

@@ -1,4 +1,4 @@
-"""Page pools: creation, conversion between layouts, and token moves. Each backend has its own layout."""
+"""Page pools: creation, conversion between layouts, and moves of tokens. Each backend has its own layout."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.op import AUTO, Op
-from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, moves, native, xla
+from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, native, xla
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Backend
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout, PoolDims
@@ -37,6 +38,11 @@ OP = Op("ragged_paged_attention", BACKENDS)
 
 
 def backend_named(name: str) -> Backend:
+    """Return the backend with this name, such as "xla".
+
+    Raises:
+      ValueError: there is no such backend; "auto" is not resolved here.
+    """
     if name not in BACKENDS:
         hint = "; resolve it with select_backend first" if name == AUTO else ""
         raise ValueError(f"a pool's layout needs a backend's name, one of {list(BACKENDS)}, got {name!r}{hint}")
@@ -44,20 +50,29 @@ def backend_named(name: str) -> Backend:
 
 
 def layout_for(backend: Backend, kind: KVKind, kv_dtype: DTypeLike) -> Layout:
-    """Return a backend's layout for a pool with this kind and dtype."""
+    """Return the memory layout of a backend's pool for these vectors (`kind`) and this pool dtype."""
     *heads, size = kind.token_shape
     return backend.layout((*heads, stored_size(size, jnp.dtype(kv_dtype))))
 
 
 def default_page_size(backend: str, kind: KVKind, kv_dtype: DTypeLike) -> int:
-    """Return a named backend's default page size in tokens (see `select_backend`)."""
+    """Return the default page size in tokens of the backend named `backend`, for these vectors and pool dtype."""
     return layout_for(backend_named(backend), kind, kv_dtype).default_page_size(jnp.dtype(kv_dtype))
 
 
 def new_pages(
     backend: str, kind: KVKind, *, num_layers: int, num_pages: int, page_size: int, dtype: DTypeLike
 ) -> Pages:
-    """Return an empty pool for a named backend (see `select_backend`), with scales if the dtype needs them."""
+    """Return a pool of zeros, with scales if the dtype needs them.
+
+    Args:
+      backend: name of the backend that will use the pool (see `select_backend`).
+      kind: vectors to store for a token.
+      num_layers: number of layers.
+      num_pages: number of pages per layer.
+      page_size: tokens per page.
+      dtype: dtype of the pool, such as bfloat16, int8 or int4.
+    """
     layout, dims = layout_for(backend_named(backend), kind, dtype), PoolDims(num_layers, num_pages, page_size)
     dtype = jnp.dtype(dtype)
     values = jnp.zeros(layout.kv_shape(dims), array_dtype(dtype))
@@ -65,12 +80,21 @@ def new_pages(
 
 
 def to_canonical(backend: str, kv_pages: Pages, kind: KVKind) -> Pages:
-    """Convert the pool, or any of its pages `[L, N, ...]`, from a named backend's layout to the canonical one."""
+    """Convert a pool, or some of its pages `[L, N, ...]`, from a backend's layout to the canonical one.
+
+    Args:
+      backend: name of the backend that the pool was made for.
+      kv_pages: pool.
+      kind: vectors that the pool stores for a token.
+
+    Returns:
+      The pool as `[L, N, P, 2K, H]`, head h's key at 2h and value at 2h + 1, or `[L, N, P, W]` for latents.
+    """
     return layout_for(backend_named(backend), kind, pool_dtype(kv_pages)).to_canonical(kv_pages)
 
 
 def from_canonical(backend: str, kv_pages: Pages) -> Pages:
-    """Convert the pool, or any of its pages `[L, N, ...]`, from the canonical layout to a named backend's."""
+    """Convert a pool, or some of its pages `[L, N, ...]`, from the canonical layout to the one of backend `backend`."""
     return backend_named(backend).layout(values_of(kv_pages).shape[3:]).from_canonical(kv_pages)
 
 
@@ -83,15 +107,59 @@ def move_tokens(
     first: Int32[Array, "R"],
     source: Int32[Array, "R N"],
 ) -> Pages:
-    """Copy tokens within their rows in a named backend's pool, in all layers: see `moves.move_tokens`."""
+    """Copy stored vectors within each row, from position `first + source[:, n]` to position `first + n`, in all layers.
+
+    This makes the accepted path of a draft tree contiguous.
+
+    Args:
+      backend: name of the backend that the pool was made for.
+      kind: vectors that the pool stores for a token.
+      kv_pages: pool; donated.
+      page_table: page ids per sequence.
+      table_row: each row's index in the page table.
+      first: first position in each row that may change.
+      source: positions counted from `first`, less than N; n itself if nothing moves there. A row in which nothing moves
+        is not touched.
+
+    Returns:
+      The updated pool.
+    """
     layout = layout_for(backend_named(backend), kind, pool_dtype(kv_pages))
-    return moves.move_tokens(layout, kv_pages, page_table, table_row, first, source)
+    dims = layout.pool_dims(values_of(kv_pages).shape)
+    P, (R, N) = dims.page_size, source.shape
+    num_columns = (P + N - 2) // P + 1
+    unmoved = jnp.arange(num_columns * P, dtype=jnp.int32)[None]
+    step = unmoved - (first % P)[:, None]  # counted from `first`
+    moved = jnp.take_along_axis(source, jnp.clip(step, 0, N - 1), axis=1)
+    index = jnp.where((step >= 0) & (step < N), moved + unmoved - step, unmoved)
+    columns = (first // P)[:, None] + jnp.arange(num_columns, dtype=jnp.int32)[None]
+    pages = page_table.at[table_row[:, None], columns].get(mode="clip")
+    # An unchanged page may be past the row's last one, and may then belong to any other row: it is not written.
+    is_changed = jnp.any((index != unmoved).reshape(R, num_columns, P), axis=2)
+    target = jnp.where(is_changed, pages, dims.num_pages).reshape(-1)
+
+    def move(layer: Int32[Array, ""], kv_pages: Pages) -> Pages:
+        old = jax.tree.map(lambda x: x.at[layer, pages.reshape(-1)].get(mode="clip")[None], kv_pages)
+        tokens = jax.tree.map(lambda x: x.reshape(R, num_columns * P, *x.shape[3:]), layout.to_canonical(old))
+        row = jnp.arange(R)[:, None]
+        new = jax.tree.map(lambda x: x[row, index].reshape(1, R * num_columns, P, *x.shape[2:]), tokens)
+        new = layout.from_canonical(new)
+        return jax.tree.map(lambda x, y: x.at[layer, target].set(y[0], mode="drop"), kv_pages, new)
+
+    return lax.fori_loop(0, jnp.where(jnp.any(is_changed), dims.num_layers, 0), move, kv_pages)
 
 
 def split_pages(backend: str, kv_pages: Pages, kind: KVKind, num_parts: int) -> Array:
-    """Return a named backend's pool as one for smaller heads: page n becomes `num_parts` pages from `n * num_parts` on.
+    """Return a pool that was made for larger heads as a pool for the heads in `kind`: page n becomes the `num_parts`
+    pages from `n * num_parts` on.
 
     No data moves if arrays are row-major. Reshape the result to its former shape to get the pool back.
+
+    Args:
+      backend: name of the backend that the pool was made for.
+      kv_pages: float pool.
+      kind: smaller heads.
+      num_parts: number of smaller pages in each page.
 
     Raises:
       ValueError: the pool has scales, or its pages have another size.

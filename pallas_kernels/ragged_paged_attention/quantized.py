@@ -22,7 +22,7 @@ QUANTIZED = (*QUANTIZED_MAX, INT4.name)
 
 
 class QuantizedPages(NamedTuple):
-    """Quantised pool: `values * scales`.
+    """Pool of int8 or fp8 vectors: a vector is its stored elements (`values`) times its scale.
 
     Each key and value has a scale, so stored vectors never change: they are the same for every division of a prompt
     into chunks. One scale per page would break this, since growing pages are rescaled.
@@ -43,33 +43,34 @@ def has_scales(dtype: jnp.dtype) -> bool:
 
 
 def array_dtype(kv_dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of a pool's array: uint8 for an int4 pool, else the pool's dtype."""
     return _PACKED if kv_dtype == INT4 else kv_dtype
 
 
 def pool_dtype(kv_pages: Pages) -> jnp.dtype:
-    """Return the pool's dtype; packed bytes mean int4."""
+    """Return the dtype of a pool: int4 if its array has bytes (uint8), else the array's dtype."""
     return INT4 if (dtype := values_of(kv_pages).dtype) == _PACKED else dtype
 
 
 def stored_size(head_dim: int, kv_dtype: jnp.dtype) -> int:
-    """Return the number of array elements per stored vector."""
+    """Return the number of array elements that store a vector: bytes in an int4 pool, else `head_dim`."""
     return int4.stored_bytes(head_dim) if kv_dtype == INT4 else head_dim
 
 
 def values_of(kv_pages: Pages) -> Shaped[Array, "..."]:
-    """Return the stored values: the pool itself if it has no scales."""
+    """Return a pool's array with keys and values (or latents), without the scales."""
     return kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages
 
 
 def encode(x: Float[Array, "*vectors H"], kv_dtype: jnp.dtype) -> Pages:
-    """Convert vectors to their stored form: cast, packed, or quantised with scales `[*vectors]`."""
+    """Convert vectors to the elements that a pool of dtype `kv_dtype` stores, with scales if it has them."""
     if has_scales(kv_dtype):
         return QuantizedPages(*quantize(x, kv_dtype))
     return int4.pack(int4.rotate(x)) if kv_dtype == INT4 else x.astype(kv_dtype)
 
 
 def decode(stored: Pages) -> Float32[Array, "*vectors H"]:
-    """Convert stored elements back to vectors; vectors from int4 pools stay rotated."""
+    """Convert stored elements, with their scales, back to float32 vectors; vectors from int4 pools stay rotated."""
     if isinstance(stored, QuantizedPages):
         return dequantize(*stored)
     return int4.unpack(stored) if stored.dtype == _PACKED else stored.astype(jnp.float32)
@@ -78,9 +79,12 @@ def decode(stored: Pages) -> Float32[Array, "*vectors H"]:
 def quantize(
     x: Float[Array, "*vectors H"], dtype: jnp.dtype
 ) -> tuple[Shaped[Array, "*vectors H"], BFloat16[Array, "*vectors"]]:
-    """Quantise each vector to `dtype` with one scale; a vector that is not finite gets the scale NaN.
+    """Quantise each vector to int8 or fp8 (`dtype`) with one scale; a vector that is not finite gets the scale NaN.
 
     Scales are rounded up to bfloat16, so that the largest element stays within the range of `dtype`.
+
+    Returns:
+        Quantised elements, and scales.
     """
     x = x.astype(jnp.float32)
     # Multiply instead of dividing: XLA turns some divisions into multiplications, which round differently.
@@ -95,7 +99,7 @@ def quantize(
 
 
 def _rounded_up(x: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
-    """Round positive numbers up to bfloat16."""
+    """Round positive float32 numbers up to numbers that bfloat16 represents."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000), jnp.float32)
 
@@ -103,10 +107,10 @@ def _rounded_up(x: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
 def dequantize(
     values: Shaped[Array, "*vectors H"], scales: BFloat16[Array, "*vectors"]
 ) -> Float32[Array, "*vectors H"]:
-    """Invert `quantize`."""
+    """Return float32 vectors: quantised elements times their vector's scale."""
     return values.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
 
 
 def describe(kv_pages: Pages) -> str:
-    """Return the pool's dtype and whether it has scales, for messages."""
+    """Return a pool's dtype and whether it has scales, as text for error messages."""
     return f"{values_of(kv_pages).dtype} with{'' if isinstance(kv_pages, QuantizedPages) else 'out'} scales"

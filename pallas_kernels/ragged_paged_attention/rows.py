@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Int32
 
 
 class PagesToRead(NamedTuple):
-    """Pages that each row's new tokens attend to, if not all of the row's pages.
+    """Selection of the pages that each row's new tokens attend to, if these are not all of the row's pages.
 
     They must include the pages that a row writes in the step. Keys keep the rotation that they were stored with, and
     new tokens are rotated by their own positions, regardless of gaps. Layers with a sliding window take no such list: a
@@ -17,9 +17,9 @@ class PagesToRead(NamedTuple):
     """
 
     columns: Int32[Array, "R W"]
-    """Column in the page table for each of these pages, ascending."""
+    """Columns of these pages in the row's page table, ascending."""
     num_skipped: Int32[Array, "R"]
-    """Number of pages that each row leaves out; columns past the remaining ones are never followed."""
+    """Number of pages that each row leaves out; further elements of `columns` are ignored."""
 
 
 class RaggedRows(NamedTuple):
@@ -43,17 +43,17 @@ class RaggedRows(NamedTuple):
     """Pages that the rows attend to; None for all."""
 
     def table_rows(self, row_id: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
-        """Return the page-table row for each given row."""
+        """Return each given row's index in the page table."""
         return row_id if self.table_row is None else self.table_row.at[row_id].get(mode="clip")
 
     def with_gathered_table(self) -> RaggedRows:
-        """Return the same rows with a page table ordered like the step's rows."""
+        """Return these rows with a page table ordered like the step's rows, so that `table_row` is None."""
         if self.table_row is None:
             return self
         return self._replace(page_table=self.page_table.at[self.table_row].get(mode="clip"), table_row=None)
 
     def with_read_pages(self, page_size: int) -> RaggedRows:
-        """Return the same rows with a page table that has only the pages they read.
+        """Return these rows with page tables and lengths that include only the pages in `pages_to_read`.
 
         New tokens keep their offsets in the pages: they are in the last pages, all of which are read.
         """
@@ -73,14 +73,14 @@ class RaggedRows(NamedTuple):
         return jnp.where(self.is_live(), self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
 
     def row_ids(self, token_id: Int32[Array, "T"]) -> Int32[Array, "T"]:
-        """Return the row that each given token belongs to; padding tokens get any row."""
+        """Return the index of the row that each given token belongs to, any row for padding tokens."""
         starts_by = (self.cu_q_lens[None, 1:] <= token_id[:, None]) & self.is_live()[None, :]  # [T, R]
         return jnp.minimum(jnp.sum(starts_by, axis=1, dtype=jnp.int32), self.kv_lens.shape[0] - 1)
 
     def slot_mapping(
         self, num_tokens: int, *, num_pages: int, page_size: int
     ) -> tuple[Int32[Array, "T"], Int32[Array, "T"]]:
-        """Return each token's page, and its offset there.
+        """Return the page to which each of the step's tokens is written, and its offset in the page.
 
         Padding tokens, and tokens past the page table's last column, get pages that do not exist. All slots differ,
         also outside the pool: a scatter that drops these may be declared to have unique indices.

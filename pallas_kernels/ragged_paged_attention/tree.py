@@ -12,15 +12,23 @@ MAX_NODES = 32  # bits per word
 
 
 def tree_starts(rows: RaggedRows) -> Int32[Array, "R"]:
-    """Return the pool position of each row's first token that may be a tree node."""
+    """Return the position of each row's first token that may be a draft-tree node: one of its last 32 new tokens."""
     return rows.kv_lens - jnp.minimum(rows.live_q_lens(), MAX_NODES)
 
 
 def visible_nodes(tree_mask: Int32[Array, "T"], rows: RaggedRows, window: int | None) -> Int32[Array, "T columns"]:
-    """Return the nodes that each token sees as bits in a word and, with a window, the token's position by depth.
+    """Return which draft-tree nodes each token sees, as bits in a word, and with a window also the token's position by
+    depth.
 
-    The word has the token's own bit, no later bits, and only nodes inside the window. The position by depth counts
-    ancestors instead of tokens in the pool; the window over the tokens before the tree is counted from there.
+    Args:
+        tree_mask: bits of each token's ancestors; see `AttentionInputs.tree_mask`.
+        rows: the step's rows.
+        window: number of tokens that a query sees, or None.
+
+    Returns:
+        One or two columns per token. The word has the token's own bit, no later bits, and only nodes inside the window.
+        The position by depth counts ancestors instead of tokens in the pool; the window over the tokens before the tree
+        is counted from there.
     """
     token_id = jnp.arange(tree_mask.shape[0], dtype=jnp.int32)
     row_id = rows.row_ids(token_id)

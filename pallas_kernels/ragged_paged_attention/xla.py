@@ -26,11 +26,14 @@ from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
 
 
 class Xla(Backend):
+    """Attention backend in plain XLA, for every platform."""
+
     layout = HeadMajor
     gathers_table = True
     expands_latents = True
 
     def unsupported_reason(self, problem: Problem) -> str | None:
+        """Return why XLA cannot run a problem (the pool's dtype), or None if it can."""
         kind, dtype = problem.kind, problem.kv_dtype
         if isinstance(kind, Latents) and dtype == jnp.int8:
             return (
@@ -49,6 +52,7 @@ class Xla(Backend):
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
     ) -> tuple[Float[Array, "T Q V"], Pages]:
+        """Apply RoPE, write the new vectors with one scatter, and attend blockwise; return outputs and pool."""
         dtype, inputs = inputs.q.dtype, inputs.rotated()
         kv_pages = _write(inputs, kv_pages, layer)
         mask, rows = inputs.tree_mask, inputs.rows
@@ -63,7 +67,13 @@ class Xla(Backend):
 
 
 def _write(inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""]) -> Pages:
-    """Write this step's vectors to their pages with one scatter in place; the pool is donated."""
+    """Write this step's keys and values, or latents, to their pages with one scatter; return the updated pool.
+
+    Args:
+        inputs: new keys and values after RoPE, and the rows; padding tokens are not written.
+        kv_pages: head-major pool, donated.
+        layer: layer in the pool.
+    """
     _, num_pages, page_size = HeadMajor.pool_dims(values_of(kv_pages).shape)
     page_id, offset = inputs.rows.slot_mapping(inputs.q.shape[0], num_pages=num_pages, page_size=page_size)
     slots: tuple[Array, ...] = (page_id, offset)
