@@ -45,15 +45,15 @@ def target_chip() -> TargetChip:
 
 
 def computing_registers(loading: int, *, num_loading: int, num_computing: int) -> int:
-    """Return how many registers each thread of a computing warpgroup can have.
+    """Return how many registers each thread in a computing warpgroup can have.
 
-    All threads start with the same number of registers, a multiple of eight. Computing threads can gain only the
+    All threads start with equally many registers, a multiple of eight. Computing threads can gain only the
     registers that loading threads release: a thread that requests more waits forever.
 
     Args:
-        loading: number of registers that each loading thread keeps, a multiple of eight.
-        num_loading: number of loading warpgroups.
-        num_computing: number of computing warpgroups.
+        loading: registers that each loading thread keeps, a multiple of eight.
+        num_loading: loading warpgroups per thread block.
+        num_computing: computing warpgroups per thread block.
     """
     num_warpgroups = num_loading + num_computing
     at_start = REGISTERS // (num_warpgroups * WARPGROUP_THREADS) // 8 * 8

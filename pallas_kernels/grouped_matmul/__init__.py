@@ -79,7 +79,7 @@ class Backend(Protocol):
             problem: static parameters, a `Problem` or `QuantizedProblem`.
             x: rows, sorted by group.
             matrices: all layers' float matrices `[layers, G * N, K]`, a `PackedMatrix` or a `QuantizedStack`.
-            group_sizes: number of rows in each group, `[G]`; None if the matrices are quantised.
+            group_sizes: rows per group, `[G]`; None if the matrices are quantised.
             layer: layer whose matrices are used.
 
         Returns:

@@ -18,7 +18,7 @@ SETTINGS = Settings(Path(__file__).parent / "tuned")
 
 @dataclass(frozen=True)
 class Tiles:
-    """Block sizes of a matmul kernel: an output tile is `[rows, outputs]`, computed one column block at a time.
+    """Block sizes for a matmul kernel: an output tile is `[rows, outputs]`, computed one column block at a time.
 
     Attributes:
         rows: x rows per output tile.
@@ -26,7 +26,7 @@ class Tiles:
         columns: columns of x and of the matrix per block; if a stored byte has two elements, bytes per matrix row.
         warpgroups: computing warpgroups per thread block; GPUs only.
         stages: column blocks in the shared-memory ring; GPUs only.
-        splits: number of ranges of columns that are summed in separate work items (split-K).
+        splits: number of column ranges that are summed in separate work items (split-K).
     """
 
     rows: int
@@ -39,7 +39,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Launch(Generic[P]):
-    """Static parameters for one launch of a matmul kernel.
+    """Static parameters for one matmul kernel launch.
 
     Attributes:
         problem: shapes and dtypes.
@@ -60,7 +60,7 @@ class Launch(Generic[P]):
 
     @property
     def num_output_tiles(self) -> int:
-        """Number of tiles that cover the rows of one matrix."""
+        """Number of tiles that cover one matrix's rows."""
         return -(-self.problem.num_outputs // self.tiles.outputs)
 
     @property

@@ -34,7 +34,7 @@ def multiply(
         problem: static parameters; not used.
         x: rows, sorted by group.
         matrices: packed matrix for each group.
-        group_sizes: number of rows in each group; rows after the last group get zeros.
+        group_sizes: rows per group; rows after the last group get zeros.
         layer: zero, since packed matrices belong to one layer.
     """
     out = jax.ShapeDtypeStruct((x.shape[0], matrices.num_outputs), jnp.float32)

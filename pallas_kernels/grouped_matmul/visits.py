@@ -33,7 +33,7 @@ def plan_visits(
     """List the visits that multiply each x row in a group once.
 
     Args:
-        group_sizes: number of x rows in each group.
+        group_sizes: rows per group.
         first: index of group 0's matrix among all layers' matrices.
         num_rows: number of x rows.
         tile_rows: x rows per tile.

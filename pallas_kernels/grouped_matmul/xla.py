@@ -37,7 +37,7 @@ def multiply(
         problem: static parameters.
         x: rows, sorted by group.
         matrices: all layers' matrices.
-        group_sizes: number of rows in each group; rows after the last group get zeros.
+        group_sizes: rows per group; rows after the last group get zeros.
         layer: layer whose matrices are used.
     """
     local = matrices[0] if len(matrices) == 1 else lax.dynamic_index_in_dim(matrices, layer, keepdims=False)

@@ -86,7 +86,7 @@ def select_backend(
       kind: vectors that the pool stores for a token.
       num_query_heads: number of query heads, Q.
       page_size: tokens per page, P; None for each backend's `default_page_size`.
-      kv_dtype: dtype of the pool.
+      kv_dtype: pool dtype.
       platform: "cpu", "gpu" or "tpu"; None for the platform that computations run on.
 
     Raises:

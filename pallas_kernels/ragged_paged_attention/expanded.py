@@ -20,8 +20,9 @@ BLOCK_TOKENS = 256
 
 
 def break_even_queries(matrices: HeadMatrices) -> int | None:
-    """Return the number of new tokens in a row from which on attention to expanded latents takes fewer multiplications,
-    whatever the row's length; None if it never does.
+    """Return how many new tokens a row must have so that expanding its latents takes fewer multiplications.
+
+    The result holds for any row length; it is None if expansion never does.
 
     For q new tokens and k keys, absorbed matrices take q r (n + v) multiplications, and scores and values q k (2r + d).
     Expansion takes k r (n + v), and then q k (n + d + v).
@@ -49,7 +50,7 @@ def attend(
         pages: the layer's pages, including the new latents.
         rows: the step's rows.
         scale: factor on the scores.
-        min_queries: minimum number of new tokens per row.
+        min_queries: minimum new tokens per row.
         out: outputs of all tokens, which have the other rows' outputs.
 
     Returns:

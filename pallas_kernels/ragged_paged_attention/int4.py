@@ -24,17 +24,17 @@ NUMBERS = 4  # bytes for the step and minimum of a group
 
 
 def group_size(head_dim: int) -> int:
-    """Return the number of elements that share a step and minimum in a vector with `head_dim` elements."""
+    """Return how many elements share a step and minimum in a vector with `head_dim` elements."""
     return head_dim if head_dim % GROUP else GROUP
 
 
 def stored_bytes(head_dim: int) -> int:
-    """Return the number of bytes that store a vector with `head_dim` elements."""
+    """Return how many bytes store a vector with `head_dim` elements."""
     return head_dim // 2 + head_dim // group_size(head_dim) * NUMBERS
 
 
 def vector_size(num_bytes: int) -> int:
-    """Return the number of elements of a vector that is stored in `num_bytes` bytes; the inverse of `stored_bytes`."""
+    """Return how many elements a vector with `num_bytes` stored bytes has; the inverse of `stored_bytes`."""
     group_bytes = stored_bytes(GROUP)
     return (num_bytes - NUMBERS) * 2 if num_bytes % group_bytes else num_bytes // group_bytes * GROUP
 

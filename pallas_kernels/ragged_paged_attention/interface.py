@@ -55,9 +55,9 @@ class AttentionInputs(NamedTuple):
     q: Float[Array, "T Q H"]
     """Queries; Q is a multiple of K, query head h reads KV head h // (Q / K)."""
     k: Float[Array, "T K H"]
-    """New keys, cast or quantised to the dtype of the pool; latents as the keys of one head."""
+    """New keys, cast or quantised to the pool dtype; latents as the keys of one head."""
     v: Float[Array, "T K H"] | None
-    """New values, cast or quantised to the dtype of the pool; None with latents, which begin with the values."""
+    """New values, cast or quantised to the pool dtype; None with latents, which begin with the values."""
     rows: RaggedRows
     rope: Float32[Array, "2 T half"] | None = None
     """Cosines and sines per token; they rotate the last `2 * half` elements in `q` and `k` in float32 before use, as
@@ -119,7 +119,7 @@ class MLAInputs(NamedTuple):
     q: Float[Array, "T Q H"]
     """Per-head queries: n elements without position, and d that RoPE rotates."""
     latents: Float[Array, "T W"]
-    """New latents, cast or quantised to the dtype of the pool."""
+    """New latents, cast or quantised to the pool dtype."""
     matrices: HeadMatrices
     rows: RaggedRows
     rope: Float32[Array, "2 T half"] | None = None
@@ -142,7 +142,7 @@ class Problem:
         kind: vectors that the pool stores for a token.
         num_query_heads: number of query heads, Q.
         page_size: tokens per page, P.
-        kv_dtype: dtype of the pool.
+        kv_dtype: pool dtype.
         platform: platform to compile for, "cpu", "gpu" or "tpu".
     """
 

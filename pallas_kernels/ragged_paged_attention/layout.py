@@ -31,11 +31,11 @@ class PoolDims(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """Shape of a pool's arrays: the order of layers, pages, tokens, heads and elements, which each backend chooses.
+    """Shape of a pool's arrays: the axis order for layers, pages, tokens, heads and elements, which a backend chooses.
 
     Attributes:
         token_shape: stored shape of a token's vectors, `(2K, H)`, or `(W,)` for latents.
-        token_axis: axis of the pool's values that counts the tokens in a page.
+        token_axis: values axis that counts the tokens in a page.
     """
 
     token_shape: tuple[int, ...]
@@ -47,19 +47,19 @@ class Layout(ABC):
 
     @abstractmethod
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of the pool's values for these sizes."""
+        """Return the pool values' shape for these sizes."""
 
     @abstractmethod
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of a quantised pool's scales for these sizes, if the backend supports such pools."""
+        """Return a quantised pool's scales' shape for these sizes, if the backend supports such pools."""
 
     @abstractmethod
     def to_canonical(self, kv_pages: Pages) -> Pages:
-        """Convert a pool in this layout, or some of its pages `[L, N, ...]`, to the canonical layout."""
+        """Convert a pool in this layout, or a few pages `[L, N, ...]`, to the canonical layout."""
 
     @abstractmethod
     def from_canonical(self, kv_pages: Pages) -> Pages:
-        """Convert a pool in the canonical layout, or some of its pages `[L, N, ...]`, to this layout."""
+        """Convert a pool in the canonical layout, or a few pages `[L, N, ...]`, to this layout."""
 
     @classmethod
     def pool_dims(cls, shape: tuple[int, ...]) -> PoolDims:
@@ -78,18 +78,18 @@ class TokenMajor(Layout):
     """The canonical layout `[L, N, P, 2K, H]`, except that scales may have padding.
 
     Attributes:
-        scale_multiple: number that divides the padded number of scales per token.
+        scale_multiple: number that divides the padded scales per token.
     """
 
     token_axis = 2
     scale_multiple: ClassVar[int] = 1
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of the pool's values, `(L, N, P, 2K, H)` or `(L, N, P, W)`."""
+        """Return the pool values' shape, `(L, N, P, 2K, H)` or `(L, N, P, W)`."""
         return (*dims, *self.token_shape)
 
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of the scales, `(L, N, P, padded 2K)`, or `(L, N, P)` for latents."""
+        """Return the scales' shape, `(L, N, P, padded 2K)`, or `(L, N, P)` for latents."""
         return (*dims, *(size + -size % self.scale_multiple for size in self.token_shape[:-1]))
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
@@ -114,11 +114,11 @@ class HeadMajor(Layout):
     token_axis = -2
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of the pool's values, `(L, N, 2K, P, H)` or `(L, N, P, W)`."""
+        """Return the pool values' shape, `(L, N, 2K, P, H)` or `(L, N, P, W)`."""
         return (*self.scale_shape(dims), self.token_shape[-1])
 
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of the scales, `(L, N, 2K, P)`, or `(L, N, P)` for latents."""
+        """Return the scales' shape, `(L, N, 2K, P)`, or `(L, N, P)` for latents."""
         return (dims.num_layers, dims.num_pages, *self.token_shape[:-1], dims.page_size)
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
@@ -135,7 +135,7 @@ class HeadMajor(Layout):
 class TransposedKeys(HeadMajor):
     """Head-major layout in which each head's keys in a page are `[H, P]`: one vector instruction scores many tokens.
 
-    The array's shape stays `[L, N, 2K, P, H]`; only the order of elements inside a page's keys differs.
+    The array's shape stays `[L, N, 2K, P, H]`; only the element order inside a page's keys differs.
     """
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
@@ -149,7 +149,7 @@ class TransposedKeys(HeadMajor):
         return self._transposed(super().from_canonical(kv_pages), (P, H))
 
     def _transposed(self, kv_pages: Pages, key_page: tuple[int, int]) -> Pages:
-        """Transpose the keys of each page and head in a head-major pool, from the shape `key_page`; latents stay."""
+        """Transpose each page's and head's keys in a head-major pool, from the shape `key_page`; latents stay."""
         if len(self.token_shape) == 1:
             return kv_pages
         values = values_of(kv_pages)

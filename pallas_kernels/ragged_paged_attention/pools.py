@@ -71,7 +71,7 @@ def new_pages(
       num_layers: number of layers.
       num_pages: number of pages per layer.
       page_size: tokens per page.
-      dtype: dtype of the pool, such as bfloat16, int8 or int4.
+      dtype: pool dtype, such as bfloat16, int8 or int4.
     """
     layout, dims = layout_for(backend_named(backend), kind, dtype), PoolDims(num_layers, num_pages, page_size)
     dtype = jnp.dtype(dtype)
@@ -80,7 +80,7 @@ def new_pages(
 
 
 def to_canonical(backend: str, kv_pages: Pages, kind: KVKind) -> Pages:
-    """Convert a pool, or some of its pages `[L, N, ...]`, from a backend's layout to the canonical one.
+    """Convert a pool, or a few pages `[L, N, ...]`, from a backend's layout to the canonical one.
 
     Args:
       backend: name of the backend that the pool was made for.
@@ -94,7 +94,7 @@ def to_canonical(backend: str, kv_pages: Pages, kind: KVKind) -> Pages:
 
 
 def from_canonical(backend: str, kv_pages: Pages) -> Pages:
-    """Convert a pool, or some of its pages `[L, N, ...]`, from the canonical layout to the one of backend `backend`."""
+    """Convert a pool, or a few pages `[L, N, ...]`, from the canonical layout to the one of backend `backend`."""
     return backend_named(backend).layout(values_of(kv_pages).shape[3:]).from_canonical(kv_pages)
 
 

@@ -53,7 +53,7 @@ def pool_dtype(kv_pages: Pages) -> jnp.dtype:
 
 
 def stored_size(head_dim: int, kv_dtype: jnp.dtype) -> int:
-    """Return the number of array elements that store a vector: bytes in an int4 pool, else `head_dim`."""
+    """Return how many array elements store a vector: bytes in an int4 pool, else `head_dim`."""
     return int4.stored_bytes(head_dim) if kv_dtype == INT4 else head_dim
 
 

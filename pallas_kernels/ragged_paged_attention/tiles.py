@@ -28,7 +28,7 @@ def cut_into_tiles(
 
     Args:
         starts: index of each row's first new token in the step.
-        q_lens: number of new tokens in each row.
+        q_lens: new tokens per row.
         tile_tokens: tokens per tile.
         alignment: number that divides each tile's first token, counted in the step. A row's first tile may therefore
             begin with tokens from earlier rows.

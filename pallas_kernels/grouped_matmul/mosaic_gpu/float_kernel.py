@@ -58,7 +58,7 @@ def multiply(
         launch: static parameters.
         x: rows sorted by group, padded to a multiple of eight and at least one tile.
         matrices: all layers' matrices.
-        group_sizes: number of rows in each group.
+        group_sizes: rows per group.
         layer: layer whose matrices are used.
     """
     problem, tiles, dtype = launch.problem, launch.tiles, launch.problem.matrix_dtype
@@ -133,8 +133,8 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
         A block's ring slot is released when the next block's wgmma has started: the previous one is complete by then.
 
         Args:
-            warpgroup: index of the warpgroup among the computing ones.
-            number: index of the item among this thread block's items.
+            warpgroup: computing warpgroup index.
+            number: the item's index in this thread block.
             sums: accumulator in registers, float32 zeros `[64, outputs]`.
 
         Returns:
@@ -165,9 +165,9 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
 
         Args:
             y: results, `[64, outputs]`, of computing warpgroup `warpgroup`.
-            visit: index of the visit.
+            visit: visit index.
             first_output: first matrix row in the output tile: the first output column to write.
-            warpgroup: index of the warpgroup among the computing ones.
+            warpgroup: computing warpgroup index.
         """
         out = self.shared.out.at[warpgroup]
         out[...] = y.astype(out.dtype)

@@ -24,7 +24,7 @@ class TileLimits:
     """Tile size limits of the Hopper kernel for float matrices; tuned values override the defaults.
 
     Attributes:
-        warpgroups: maximum number of computing warpgroups, with 64 x rows each.
+        warpgroups: maximum computing warpgroups, with 64 x rows each.
         outputs: maximum matrix rows per tile.
         stages: maximum column blocks in the shared-memory ring.
     """
@@ -76,7 +76,7 @@ class FloatMatmul(MatmulKernel[Problem]):
             problem: static parameters.
             x: rows, sorted by group.
             matrices: all layers' matrices.
-            group_sizes: number of rows in each group; results after the last group are undefined.
+            group_sizes: rows per group; results after the last group are undefined.
             layer: layer whose matrices are used.
         """
         launch, M = self.launch(problem), problem.num_rows

@@ -66,7 +66,7 @@ def floats(
         kind: element type, such as "int4".
         dtype: result dtype, bfloat16 or float16.
         part: element in each byte to convert: 0 for the low bits or the only element, 1 for the high bits.
-        unit: index of the 64 columns among the block's columns.
+        unit: the 64 columns' index in the block.
         interpret: parameters for the interpreter; None on a GPU.
     """
     if interpret is not None:

@@ -78,7 +78,7 @@ def multiply(
 
 
 def shared_memory(launch: Launch[QuantizedProblem]) -> Shared:
-    """Return the shapes, dtypes and layouts of the shared memory to allocate per thread block, and its barriers."""
+    """Return shapes, dtypes and layouts for the shared memory to allocate per thread block, and its barriers."""
     tiles, problem = launch.tiles, launch.problem
     stages, halves, dtype = tiles.stages, problem.per_byte, problem.dtype
     unused = plgpu.SMEM((8,), jnp.float32)
@@ -171,8 +171,8 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         Elements with one scale per matrix row are not scaled: `QuantizedMatmul.multiply` scales the sums.
 
         Args:
-            warpgroup: index of the computing warpgroup, which has 64 matrix rows.
-            number: index of the item among this thread block's items.
+            warpgroup: computing warpgroup, which has 64 matrix rows.
+            number: the item's index in this thread block.
         """
         tiles = self.launch.tiles
 
@@ -196,8 +196,8 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         """Return one work item's float32 sums, `[64, x rows]`; scales multiply each column group's sum.
 
         Args:
-            warpgroup: index of the computing warpgroup, which has 64 matrix rows.
-            number: index of the item among this thread block's items.
+            warpgroup: computing warpgroup, which has 64 matrix rows.
+            number: the item's index in this thread block.
         """
         problem, tiles = self.launch.problem, self.launch.tiles
         shape, num_units = (WARPGROUP_ROWS, tiles.rows), tiles.columns // WGMMA_COLUMNS
@@ -255,8 +255,8 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
             weight: matrix elements, `[64, 64]`, in x's dtype.
             slot: ring slot with the x block.
             half: index of x's columns in the slot: those for the low or for the high bits of each stored byte.
-            unit: index of the 64 columns in the block.
-            warpgroup: index of the computing warpgroup.
+            unit: the 64 columns' index in the block.
+            warpgroup: computing warpgroup index.
         """
         x = self.shared.x.at[slot, half, :, pl.ds(unit * WGMMA_COLUMNS, WGMMA_COLUMNS)].transpose((1, 0))
         if self.launch.interpret is not None:  # it has no wgmma with registers
@@ -272,8 +272,8 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
             slot: ring slot with the scales and offsets.
             elements: stored bytes `[64, columns]` from `_next_block`.
             half: 0 for the elements in the low bits of each byte, 1 for the high bits; 0 if bytes have one element.
-            unit: index of the 64 columns in the block.
-            warpgroup: index of the computing warpgroup.
+            unit: the 64 columns' index in the block.
+            warpgroup: computing warpgroup index.
 
         Returns:
             Matrix elements, `[64, 64]`.
@@ -310,7 +310,7 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
 
         Args:
             group: one value per matrix row in shared memory, `[outputs]`.
-            warpgroup: index of the computing warpgroup.
+            warpgroup: computing warpgroup index.
         """
         values = load(group.at[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)], _LAYOUT.reduce(1))
         if values.dtype == FLOAT16_BITS:

@@ -38,7 +38,7 @@ def multiply(
         launch: static parameters.
         x: rows sorted by group, padded to whole memory tiles.
         matrices: all layers' matrices.
-        group_sizes: number of rows in each group.
+        group_sizes: rows per group.
         layer: layer whose matrices are used.
     """
     tiles, problem = launch.tiles, launch.problem

@@ -84,7 +84,7 @@ class FloatMatmul(MatmulKernel[Problem]):
             problem: static parameters.
             x: rows, sorted by group.
             matrices: all layers' matrices.
-            group_sizes: number of rows in each group; results after the last group are undefined.
+            group_sizes: rows per group; results after the last group are undefined.
             layer: layer whose matrices are used.
         """
         x = jnp.pad(x, ((0, -problem.num_rows % sublanes(x.dtype)), (0, 0)))
@@ -96,7 +96,7 @@ KERNEL = FloatMatmul()
 
 
 def sublanes(dtype: jnp.dtype) -> int:
-    """Return the number of rows in a memory tile of this dtype, 8 for float32 and 16 for bfloat16."""
+    """Return how many rows a memory tile has for this dtype: 8 for float32, 16 for bfloat16."""
     return 32 // dtype.itemsize
 
 

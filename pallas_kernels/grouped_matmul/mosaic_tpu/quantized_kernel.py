@@ -166,7 +166,7 @@ def _spread(
         launch: static parameters.
         grid: scales, zero points or minima in VMEM, `[groups, outputs]`.
         half: half of the matrix row that the columns are in: 0 or 1; 0 if bytes have one element.
-        index: index of the loop iteration.
+        index: loop iteration.
         start: first of the columns among the stored columns of the iteration.
         outputs: slice of 128 matrix rows.
     """

@@ -210,7 +210,7 @@ def _write(inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, "
 
 
 def _matmul_dtype(dtype: jnp.dtype, kv_dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of matmul operands for queries of `dtype` and a pool of `kv_dtype`.
+    """Return the matmul operands' dtype for queries of `dtype` and a pool of `kv_dtype`.
 
     It is the pool's dtype; for a quantised pool float16 if the queries are float16, else bfloat16.
     """

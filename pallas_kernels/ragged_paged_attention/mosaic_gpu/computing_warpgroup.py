@@ -35,7 +35,7 @@ class ComputingWarpgroup(Warpgroup):
         tiling: tile sizes.
         inputs: arrays in global memory.
         shared: the thread block's shared memory and barriers.
-        thread: index of the warpgroup among the thread block's computing warpgroups.
+        thread: the warpgroup's index among the thread block's computing ones.
     """
 
     def __init__(self, config: KernelConfig, tiling: Tiling, inputs: Inputs, shared: Shared, thread: Scalar) -> None:
@@ -116,7 +116,7 @@ class ComputingWarpgroup(Warpgroup):
 
         Args:
             item: work item.
-            block: index of the key block in the sequence.
+            block: the key block's index in the sequence.
             slot: ring slot with the block's keys and values.
             state: state after the previous blocks.
             masked: True if some of the tile's tokens do not see all keys in the block.
@@ -145,7 +145,7 @@ class ComputingWarpgroup(Warpgroup):
         Args:
             scores: products of queries and keys, f32 `[64, block_kv]`.
             item: work item.
-            block: index of the key block in the sequence.
+            block: the key block's index in the sequence.
             masked: False if all tokens see all keys in the block.
 
         Returns:
@@ -226,7 +226,7 @@ class ComputingWarpgroup(Warpgroup):
         Args:
             item: work item.
             columns: outputs, `[64, out_columns]`.
-            index: index of the columns among the output's groups of `out_columns` columns.
+            index: the columns' index among the output's groups with `out_columns` columns.
         """
         config, tiling, part = self.config, self.tiling, self.slice
         out = self.shared.out.at[self.local_worker * tiling.warpgroups + part.index]

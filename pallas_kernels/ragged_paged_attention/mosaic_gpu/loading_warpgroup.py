@@ -93,7 +93,7 @@ class LoadingWarpgroup(Warpgroup):
 
         Args:
             item: work item.
-            block: index of the key block in the sequence.
+            block: the key block's index in the sequence.
         """
         size, block_kv = self.config.page_size, self.config.block_kv
         if size > block_kv:
@@ -110,9 +110,9 @@ class LoadingWarpgroup(Warpgroup):
 
         Args:
             page_ids: pages that contain the block.
-            block: index of the key block in the sequence.
+            block: the key block's index in the sequence.
             vector: index among a token's vectors: `2 * head` for keys, `2 * head + 1` for values, 0 for latents.
-            column: index of the columns to copy among groups of as many columns as the buffer has.
+            column: the columns' index among groups with as many columns as the buffer.
             buffer: shared memory, `[block_kv, columns]`.
             ready: barrier at which the copies arrive.
         """
@@ -126,7 +126,7 @@ class LoadingWarpgroup(Warpgroup):
 
         Args:
             page_ids: pages that contain the block.
-            block: index of the key block in the sequence.
+            block: the key block's index in the sequence.
             item: work item.
             buffer: shared memory, `[block_kv, SCALES]`.
             ready: barrier at which the copies arrive.
@@ -141,7 +141,7 @@ class LoadingWarpgroup(Warpgroup):
 
         Args:
             page_ids: pages that contain the block.
-            block: index of the key block in the sequence.
+            block: the key block's index in the sequence.
             source: function that returns global memory, given a page id and a slice of the page's tokens.
             buffer: shared memory, `[block_kv, columns]`.
             ready: barrier at which the copies arrive.

@@ -57,7 +57,7 @@ class Shared(NamedTuple):
 
 
 def shared_memory(config: KernelConfig, tiling: Tiling) -> Shared:
-    """Return the shapes, dtypes and layouts of the shared memory and barriers to allocate per thread block."""
+    """Return shapes, dtypes and layouts for the shared memory and barriers to allocate per thread block."""
     workers, stages, block_kv = tiling.workers, tiling.workers * tiling.stages, config.block_kv
     pages = max(1, block_kv // config.page_size)
     warpgroups = workers * tiling.warpgroups

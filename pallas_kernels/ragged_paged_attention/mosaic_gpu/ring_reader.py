@@ -44,7 +44,7 @@ class RingReader:
 
         Args:
             item: work item.
-            block: index of the key block in the sequence.
+            block: the key block's index in the sequence.
             slot: ring slot with the block.
             masked: True if the block may contain tokens past the last visible key, whose values are set to zero.
         """
@@ -109,7 +109,7 @@ class RingReader:
 
         Args:
             item: work item.
-            block: index of the key block in the sequence.
+            block: the key block's index in the sequence.
             slot: ring slot with the quantised block, which is released.
             masked: True to write zeros as values of tokens past the last visible key.
         """
@@ -163,7 +163,7 @@ class RingReader:
             plgpu.barrier_wait(self.shared.meeting.at[self.local_worker])
 
     def _end_in(self, item: WorkItem, block: Scalar) -> Scalar:
-        """Return the number of tokens from the block's first token to the last key that the work item sees."""
+        """Count the tokens from the block's first token to the last key that the work item sees."""
         return item.key_end - block * self.config.block_kv
 
     def _clear_tail(self, item: WorkItem, block: Scalar, v: Ref) -> None:
@@ -171,7 +171,7 @@ class RingReader:
 
         Args:
             item: work item.
-            block: index of the key block in the sequence.
+            block: the key block's index in the sequence.
             v: values in shared memory, `[block_kv, columns]`.
         """
         end, block_kv = self._end_in(item, block), self.config.block_kv

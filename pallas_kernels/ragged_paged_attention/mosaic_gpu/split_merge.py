@@ -126,9 +126,9 @@ def _load_split(splits: Softmax, index: Scalar, column: Scalar, row: Scalar, num
     Args:
         splits: all workers' splits in global memory.
         index: worker that began the work item and has its split 0.
-        column: index of the column group.
+        column: column group index.
         row: first of the eight tile rows.
-        number: index of the split; worker `index + number` has it.
+        number: split index; worker `index + number` has it.
     """
     split = index + number, jnp.where(number == 0, 1, 0), column, pl.ds(row, MIN_TILE_TOKENS)
     values, max_score, denominator = (ref.at[split] for ref in splits)

@@ -12,7 +12,7 @@ from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 
-BLOCK_KV = 64  # maximum number of tokens per key block
+BLOCK_KV = 64  # maximum tokens per key block
 MAX_STAGES = 4
 MAX_WARPGROUP_COLUMNS = 128  # value columns that fit into a warpgroup's registers with all else
 WIDE_WARPGROUP_COLUMNS = 256  # maximum value columns per warpgroup, if all else is kept small

@@ -24,7 +24,7 @@ class Warpgroup:
         index: the worker's index among all workers.
         items: first and end index of the work items that the worker's span overlaps.
         span_start: first unit in the span: a unit is one key block of one work item.
-        span_end: end of the span.
+        span_end: the span's end.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Warpgroup:
 class TileSlice(NamedTuple):
     """Rows and columns of a tile's outputs that one computing warpgroup computes."""
 
-    index: Scalar  # index of the warpgroup among the tile's warpgroups
+    index: Scalar  # the warpgroup's index in the tile
     row: Scalar  # first of its 64 rows
     column: Scalar  # index among the column warpgroups, which divide the value columns
 

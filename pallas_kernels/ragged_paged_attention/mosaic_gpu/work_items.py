@@ -23,7 +23,7 @@ EIGHTS = plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (8, 8), (2,))), (-4,), (-3, -
 class WorkItem(NamedTuple):
     """A query tile with one KV head, and the key blocks of it that one worker computes (the worker's split)."""
 
-    tile: Scalar  # index of the tile in the plan
+    tile: Scalar  # tile index in the plan
     table_row: Scalar  # the row's index in the page table
     head: Scalar  # KV head
     base_token: Scalar  # index in the step; the tile's own tokens begin `lead` tokens later
@@ -34,7 +34,7 @@ class WorkItem(NamedTuple):
     first_head: Scalar  # query head of the tile's first own token, if query heads are processed as tokens
     tree_start: Scalar  # position of the first node in the row's draft tree
     begin: Scalar  # first key block in the split, counted from the sequence's start
-    end: Scalar  # end of the split's key blocks
+    end: Scalar  # the split's end
     is_first: Scalar  # True if the split has the item's first key block
     is_last: Scalar  # True if the split has the item's last key block
 
@@ -44,10 +44,10 @@ def read_work_item(tiles_ref: Ref, tile: Scalar, head: Scalar, span_start: Scala
 
     Args:
         tiles_ref: `WorkPlan.tiles` in global memory, `[tiles, 11]`.
-        tile: index of the tile.
+        tile: tile index.
         head: KV head.
         span_start: first unit in the worker's span.
-        span_end: end of the span.
+        span_end: the span's end.
     """
 
     def column(index: int) -> Scalar:
@@ -91,7 +91,7 @@ class Softmax(NamedTuple):
 
         Args:
             layout: register layout of `values`.
-            dtype: dtype of the outputs.
+            dtype: output dtype.
         """
         denominator = jnp.where(self.denominator > 0, self.denominator, 1.0)
         return (self.values / spread(denominator, self.values.shape, layout)).astype(dtype)
@@ -110,7 +110,7 @@ def copy_tokens(
         target: the kernel's output in global memory, `[tokens, heads, value_dim]`.
         token: token in the output to which the first row is copied.
         head: query head.
-        column: index of the columns among the output's groups of `columns` columns.
+        column: the columns' index among the output's groups with `columns` columns.
         num_tokens: number of tokens to copy.
         size: maximum of `num_tokens`, a power of two.
     """

@@ -46,7 +46,7 @@ def plan_work(config: KernelConfig, tiling: Tiling, rows: RaggedRows, q_lens: In
         config: static parameters.
         tiling: tile sizes and number of workers.
         rows: the step's rows.
-        q_lens: number of new tokens per row, or zero for rows that the other launch handles.
+        q_lens: new tokens per row, or zero for rows that the other launch handles.
     """
     n, block_kv = config.token_heads, config.block_kv
     past_lens, starts, q_lens = rows.kv_lens - q_lens, rows.cu_q_lens[:-1] * n, q_lens * n

@@ -37,9 +37,9 @@ class BlockSizeLimits:
 
     Attributes:
         work_item_bytes: maximum bytes of the keys and values in a work item.
-        decode_keys: maximum number of keys per decode slot in a work item.
-        tile_keys: maximum number of keys per tile in a work item.
-        tile_rows: maximum number of rows in a query matrix.
+        decode_keys: maximum keys per decode slot in a work item.
+        tile_keys: maximum keys per tile in a work item.
+        tile_rows: maximum rows in a query matrix.
         slots: work items whose pages are in VMEM: one in use, the others being copied.
     """
 

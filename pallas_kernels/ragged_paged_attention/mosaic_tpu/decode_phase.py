@@ -20,7 +20,7 @@ from jaxserve.pallas_kernels.tpu import LANES
 
 
 class _DecodeScratch(NamedTuple):
-    """VMEM and semaphores of the decode phase."""
+    """VMEM and semaphores for the decode phase."""
 
     queries: Ref  # f32[slots, decode slots, K, padded_group, keys]
     out: Ref  # f32[2, decode slots, K, padded_group, sums], outputs on their way to HBM
@@ -38,7 +38,7 @@ class DecodePhase(Phase):
         self.rows = config.num_kv_heads * config.padded_group  # matrix rows per decode slot
 
     def _scratch(self) -> _DecodeScratch:
-        """Return the shapes and dtypes of the VMEM and semaphores to allocate."""
+        """Return shapes and dtypes for the VMEM and semaphores to allocate."""
         config, slots, decode_slots = self.config, self.blocks.slots, self.sequences
         heads = (decode_slots, config.num_kv_heads, config.padded_group)
         columns = pltpu.VMEM((decode_slots, self.rows, LANES), jnp.float32)
@@ -51,16 +51,16 @@ class DecodePhase(Phase):
         )
 
     def _num_blocks(self, entry: Scalar) -> Scalar:
-        """Return the number of key blocks that a group of decode slots attends to, as many as its longest row has."""
+        """Return how many key blocks a decode slot group attends to: as many as its longest row has."""
         return self.refs.groups[jnp.minimum(entry, self.refs.groups.shape[0] - 1)]
 
     def _column(self, entry: Scalar, decode_slot: int, column: int) -> Scalar:
-        """Read an element of `WorkPlan.decode_slots`.
+        """Read an element in `WorkPlan.decode_slots`.
 
         Args:
-            entry: index of the group.
+            entry: group index.
             decode_slot: index in the group.
-            column: column of the table, such as `work_plan.KV_LEN`.
+            column: table column, such as `work_plan.KV_LEN`.
         """
         last = self.refs.decode_slots.shape[0] // work_plan.NUM_DECODE_COLUMNS - self.sequences
         index = jnp.minimum(entry * self.sequences, last) + decode_slot
@@ -134,12 +134,12 @@ class DecodePhase(Phase):
         """Attend with one decode slot's row to one of its key blocks.
 
         Args:
-            entry: index of the group of decode slots.
-            block: index of the key block.
-            decode_slot: index of the decode slot in the group.
+            entry: decode slot group.
+            block: key block index.
+            decode_slot: the decode slot's index in the group.
             work_item: the group's pages in VMEM.
             queries: the row's queries in VMEM, f32 `[K, padded_group, keys]`.
-            state: softmax state of the group, which is updated.
+            state: the group's softmax state, which is updated.
         """
         first, kv_len = self._first_token(entry, decode_slot, block), self._column(entry, decode_slot, work_plan.KV_LEN)
         work_item.prepare(decode_slot, kv_len - first)

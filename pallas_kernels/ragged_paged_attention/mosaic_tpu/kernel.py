@@ -28,7 +28,7 @@ def write_and_attend(
         config: static parameters.
         blocks: block sizes.
         layer: layer in the pool.
-        plan: lists of the step's work.
+        plan: the step's work lists.
         operands: other arrays, including the pool, which is updated in place.
 
     Returns:

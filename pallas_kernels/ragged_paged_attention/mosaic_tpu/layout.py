@@ -58,14 +58,14 @@ class PageMatrices(Layout):
         return default_page_size(self.num_matrices, self.used_columns, kv_dtype)
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of the pool's values, `(L, N, M, P, C)`."""
+        """Return the pool values' shape, `(L, N, M, P, C)`."""
         columns = round_up(self.used_columns, LANES) if self.is_latent else self.used_columns
         return (dims.num_layers, dims.num_pages, self.num_matrices, dims.page_size, columns)
 
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of a quantised pool's scales, `(L, N, slabs, rows, 128)`.
+        """Return a quantised pool's scales' shape, `(L, N, slabs, rows, 128)`.
 
-        A slab has 32 tokens; its scales are written with it. A row holds the scales of four vectors per token.
+        A slab has 32 tokens; its scales are written with it. A row holds four vectors' scales per token.
         """
         return (*dims[:2], dims.page_size // SCALE_TOKENS, scale_rows(self.num_vectors), LANES)
 
@@ -94,7 +94,7 @@ class PageMatrices(Layout):
 
 
 def scales_from_tiles(tiles: BFloat16[Array, "L N slabs rows 128"]) -> BFloat16[Array, "L N P vectors"]:
-    """Convert a pool's scales from its tiles of 32 tokens to one axis for tokens and one for vectors.
+    """Convert a pool's scales from tiles with 32 tokens to one axis for tokens and one for vectors.
 
     Padding vectors come last.
     """
@@ -106,7 +106,7 @@ def scales_from_tiles(tiles: BFloat16[Array, "L N slabs rows 128"]) -> BFloat16[
 def scales_to_tiles(scales: BFloat16[Array, "*slabs 32 vectors"]) -> BFloat16[Array, "*slabs rows 128"]:
     """Convert scales, with axes for slabs, the 32 tokens in a slab, and vectors, to the pool's layout.
 
-    Element 32 i + t of row r is the scale of token t's vector `i * rows + r`.
+    Element 32 i + t in row r is the scale for token t's vector `i * rows + r`.
     """
     slabs, num_vectors = scales.shape[:-2], scales.shape[-1]
     rows = scale_rows(num_vectors)

@@ -21,7 +21,7 @@ COPY_TOKENS = 128  # maximum default page size
 
 @dataclass(frozen=True)
 class HeadColumns:
-    """Columns of one KV head's key and value in a page's matrices, and the columns that matmuls read.
+    """Columns for one KV head's key and value in a page's matrices, and the columns that matmuls read.
 
     Matmuls read columns in multiples of LANES. So queries may be padded with zeros, by which value columns are
     multiplied, and weighted sums may contain key columns, which are dropped.
@@ -30,7 +30,7 @@ class HeadColumns:
         key_dim: size of a key, which begins at column 0.
         value_dim: size of a value.
         first_value: first value column: 0 if the key begins with the value.
-        stored: number of stored columns, in all of the head's matrices together.
+        stored: stored columns, in all the head's matrices together.
         num_matrices: matrices per KV head: two if keys and values are separate.
     """
 
@@ -52,7 +52,7 @@ class HeadColumns:
 
     @property
     def values(self) -> tuple[int, int]:
-        """First and end of the columns whose weighted sums are computed: the value, aligned to LANES."""
+        """First and end column whose weighted sums are computed: the value, aligned to LANES."""
         end = self.first_value + self.value_dim
         return self.first_value // LANES * LANES, min(round_up(end, LANES), self.stored)
 
@@ -64,7 +64,7 @@ class HeadColumns:
 
     @property
     def results(self) -> slice:
-        """Slice of the columns in a weighted sum that belong to the value."""
+        """Slice that selects the value's columns in a weighted sum."""
         first = self.first_value - self.values[0]
         return slice(first, first + self.value_dim)
 
@@ -75,12 +75,12 @@ class HeadColumns:
 
 
 def columns_for(kind: KVKind) -> HeadColumns:
-    """Return the columns of a KV head's key and value, or of a latent, in a page."""
+    """Return the columns for a KV head's key and value, or for a latent, in a page."""
     return latent_columns(kind.key_dim, kind.rank) if isinstance(kind, Latents) else pair_columns(kind.head_dim)
 
 
 def pair_columns(head_dim: int) -> HeadColumns:
-    """Return the columns of a KV head's key followed by its value, each with `head_dim` elements.
+    """Return the columns for a KV head's key followed by its value, each with `head_dim` elements.
 
     Wide heads have them in separate matrices, so that pages for head dims 512 and 256 have the same number of columns.
     """
@@ -89,7 +89,7 @@ def pair_columns(head_dim: int) -> HeadColumns:
 
 
 def latent_columns(width: int, rank: int) -> HeadColumns:
-    """Return the columns of a latent with `width` elements, padded to memory tiles; the first `rank` are the value."""
+    """Return the columns for a latent with `width` elements, padded to memory tiles; the first `rank` are the value."""
     return HeadColumns(width, rank, 0, round_up(width, LANES))
 
 
@@ -99,7 +99,7 @@ def token_bytes(num_kv_heads: int, stored: int, kv_dtype: jnp.dtype) -> int:
 
 
 def slab_tokens(kv_dtype: jnp.dtype) -> int:
-    """Return the number of tokens per slab, which are written together: the rows in a memory tile."""
+    """Return how many tokens a slab has, which are written together: the rows in a memory tile."""
     return SUBLANES * 4 // kv_dtype.itemsize
 
 
@@ -107,16 +107,16 @@ def default_page_size(num_kv_heads: int, stored: int, kv_dtype: jnp.dtype) -> in
     """Return the default page size in tokens: a layer's page has about `COPY_BYTES`, and at most `COPY_TOKENS` tokens.
 
     Args:
-        num_kv_heads: number of KV heads, or of matrices per page.
+        num_kv_heads: KV heads, or matrices per page.
         stored: stored columns per head or matrix.
-        kv_dtype: dtype of the pool.
+        kv_dtype: pool dtype.
     """
     tokens = power_of_two(COPY_BYTES // token_bytes(num_kv_heads, stored, kv_dtype))
     return max(ALIGNED_TOKENS, slab_tokens(kv_dtype), min(tokens, COPY_TOKENS))
 
 
 def scale_rows(num_vectors: int) -> int:
-    """Return the number of rows with 128 scales each that hold the scales of 32 tokens, `num_vectors` per token.
+    """Return how many rows with 128 scales each hold the scales for 32 tokens, `num_vectors` per token.
 
     It is padded to what a copy can address: each 32-bit word in a memory tile has 16-bit elements from two rows.
     """

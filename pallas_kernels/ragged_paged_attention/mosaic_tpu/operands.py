@@ -74,7 +74,7 @@ def make_operands(
     Args:
         config: static parameters.
         blocks: block sizes.
-        plan: lists of the step's work.
+        plan: the step's work lists.
         inputs: queries, keys and values after RoPE, and the rows.
         kv_pages: the pool.
     """
@@ -109,7 +109,7 @@ def token_outputs(
 
     Args:
         config: static parameters.
-        plan: lists of the step's work, which assign tokens to decode slots.
+        plan: the step's work lists, which assign tokens to decode slots.
         rows: the step's rows.
         decode_out: outputs by decode slot.
         tile_out: outputs by query head and token, for tokens in tiles.
@@ -173,7 +173,7 @@ def _padded_tokens(config: KernelConfig, blocks: BlockSizes) -> int:
 def _tile_queries(
     config: KernelConfig, blocks: BlockSizes, q: Float[Array, "T Q key"]
 ) -> Shaped[Array, "Q padded keys"]:
-    """Return `Operands.tile_queries` for all tokens' queries `q`, in the dtype of matmul operands."""
+    """Return `Operands.tile_queries` for all tokens' queries `q`, in the matmul dtype."""
     queries = q.astype(config.matmul_dtype).swapaxes(0, 1)  # [Q, T, key]
     columns = config.columns.keys - config.columns.key_dim
     return jnp.pad(queries, ((0, 0), (0, _padded_tokens(config, blocks)), (0, columns)))

@@ -111,7 +111,7 @@ class PageWriter:
                 copy.wait()
 
     def _column(self, index: Scalar, column: int) -> Scalar:
-        """Read an element of `WorkPlan.writes`: slab `index`, and a column such as `work_plan.PAGE`."""
+        """Read an element in `WorkPlan.writes`: slab `index`, and a column such as `work_plan.PAGE`."""
         return self.refs.writes[index * work_plan.NUM_WRITE_COLUMNS + column]
 
     def _slab_ref(self, index: Scalar) -> Ref:
@@ -133,10 +133,10 @@ class PageWriter:
         return self._column(index, work_plan.FIRST_TOKEN) + self.config.slab
 
     def _merge(self, index: Scalar, slab: Ref, new: Ref) -> None:
-        """Replace the rows of a slab that this step writes, in VMEM.
+        """Replace a slab's rows that this step writes, in VMEM.
 
         Args:
-            index: index of the slab.
+            index: slab index.
             slab: content of the page, `[matrices, slab, columns]`, which is changed.
             new: new vectors, f32 `[matrices, slab + 8, columns]`; they begin up to seven rows before the slab's.
         """
@@ -153,7 +153,7 @@ class PageWriter:
         """Replace the scales of slab `index`'s rows that this step writes, in VMEM.
 
         Args:
-            index: index of the slab.
+            index: slab index.
             kept: scales of the page, `[rows, 128]`, which are changed.
             new: new scales, `[rows, 128]`.
         """

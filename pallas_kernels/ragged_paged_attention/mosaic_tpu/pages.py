@@ -43,7 +43,7 @@ class PageBuffers(NamedTuple):
 
 
 class HeadBlock(NamedTuple):
-    """One KV head's keys and values in one sequence's key block, in the dtype of matmul operands."""
+    """One KV head's keys and values in one sequence's key block, in the matmul dtype."""
 
     config: KernelConfig
     keys: Registers  # [tokens, keys]
@@ -110,7 +110,7 @@ class WorkItem:
         A stale NaN times a zero weight would be NaN; integers have no NaN, but their scales may.
 
         Args:
-            sequence: index of the sequence in the work item.
+            sequence: the sequence's index in the work item.
             end: end of the sequence, counted from the block's first token.
         """
         if not jnp.issubdtype(self.config.kv_dtype, jnp.integer):
@@ -122,7 +122,7 @@ class WorkItem:
         """Load one KV head's keys and values from VMEM, for a sequence on which `prepare` was called.
 
         Args:
-            sequence: index of the sequence in the work item.
+            sequence: the sequence's index in the work item.
             head: KV head.
         """
         columns = self.config.columns
@@ -142,7 +142,7 @@ class WorkItem:
         return HeadBlock(self.config, keys, values, *scales)
 
     def _matrix(self, sequence: int, unit: Scalar) -> Registers:
-        """Load matrix `unit` of all a sequence's pages, `[tokens, columns]`, in the dtype of matmul operands."""
+        """Load matrix `unit` of all a sequence's pages, `[tokens, columns]`, in the matmul dtype."""
         own = self.pages.values[sequence * self.num_pages : (sequence + 1) * self.num_pages, unit]
         return own.reshape(self.num_tokens, own.shape[-1]).astype(self.config.matmul_dtype)
 

@@ -21,7 +21,7 @@ from jaxserve.pallas_kernels.tpu import LANES
 class PageSpan(NamedTuple):
     """Consecutive pages in one sequence, to be copied to VMEM for one work item."""
 
-    row: Scalar  # index of the sequence in the page table
+    row: Scalar  # the sequence's index in the page table
     first_page: Scalar  # index among the row's pages
     num_pages: Scalar  # zero if the sequence has ended
 
@@ -59,15 +59,15 @@ class Phase(ABC):
 
     @abstractmethod
     def _num_blocks(self, entry: Scalar) -> Any:
-        """Return the number of key blocks that entry `entry` attends to."""
+        """Return how many key blocks entry `entry` attends to."""
 
     @abstractmethod
     def _spans(self, entry: Scalar, block: Scalar) -> list[PageSpan]:
         """Return the pages of one work item, one span per sequence.
 
         Args:
-            entry: index of the entry.
-            block: index of the key block among those that the entry attends to.
+            entry: entry index.
+            block: key block index, counted from the entry's first.
         """
 
     @abstractmethod
@@ -79,8 +79,8 @@ class Phase(ABC):
         """Attend with an entry's queries to one key block; after the last block, start to copy the outputs to HBM.
 
         Args:
-            entry: index of the entry.
-            block: index of the key block among those that the entry attends to.
+            entry: entry index.
+            block: key block index, counted from the entry's first.
             work_item: the block's pages in VMEM.
             scratch: the subclass's memory, with the queries and the softmax state.
         """
@@ -106,7 +106,7 @@ class Phase(ABC):
         pl.run_scoped(self._run_with, memory)
 
     def _page_memory(self) -> PageBuffers:
-        """Return the shapes and dtypes of the VMEM for pages."""
+        """Return shapes and dtypes for the VMEM that holds pages."""
         slots, num_pages = self.blocks.slots, self.sequences * self.pages
         page = (self.config.num_matrices, self.config.page_size, self.config.columns.matrix_columns)
         values = pltpu.VMEM((slots, num_pages, *page), self.config.kv_dtype)
@@ -167,7 +167,7 @@ class Phase(ABC):
         Args:
             at: the work item's entry and key block.
             half: 0 or 1.
-            memory: memory of the phase.
+            memory: the phase's memory.
 
         Returns:
             For each sequence its pages, and the copy of the 128 page ids that include theirs.
@@ -190,8 +190,8 @@ class Phase(ABC):
 
         Args:
             at: the work item's entry and key block.
-            number: index of the work item, which determines the memory that it uses.
-            memory: memory of the phase.
+            number: work item index, which determines the memory that it uses.
+            memory: the phase's memory.
         """
         entry, block = at
         half, slot = lax.rem(number, 2), lax.rem(number, self.blocks.slots)
@@ -220,9 +220,9 @@ class Phase(ABC):
         Args:
             layer: layer in the pool.
             page_id: page in the pool.
-            pages: buffers of the work item.
-            index: index of the page in the buffers.
-            sems: semaphores of the work item, for values and for scales.
+            pages: the work item's buffers.
+            index: the page's index in the buffers.
+            sems: the work item's semaphores, for values and for scales.
         """
         page = page_ref(self.config, self.refs, layer, page_id)
         copies = [pltpu.make_async_copy(page, pages.values.at[index], sems.at[0])]
@@ -236,8 +236,8 @@ class Phase(ABC):
 
         Args:
             at: the work item's entry and key block.
-            pages: buffers of the work item.
-            sems: semaphores of the work item, for values and for scales.
+            pages: the work item's buffers.
+            sems: the work item's semaphores, for values and for scales.
         """
         num_pages = sum(span.num_pages for span in self._spans(*at))
 

@@ -15,7 +15,7 @@ MASKED = -1e30  # finite, so that a query that has seen no key yet does not turn
 
 
 class Softmax(NamedTuple):
-    """State of an online softmax in VMEM, for rows of queries over the keys seen so far; scores are in base 2."""
+    """Online softmax state in VMEM, for queries over the keys seen so far; scores are in base 2."""
 
     max_score: Ref  # f32[..., 128], the same in all columns
     denominator: Ref  # f32[..., 128], sum of the weights, the same in all columns
@@ -32,10 +32,10 @@ class Softmax(NamedTuple):
         """Add one more key block to the state.
 
         Args:
-          at: index on the state's first axis, or a slice of it: the queries that attend.
+          at: index or slice on the state's first axis: the queries that attend.
           scores: their scores for the block's keys, f32 `[..., keys]`.
           visible: mask of the keys that each query sees, shaped like `scores`.
-          weighted_sum: function that returns the sums of the block's values, `[..., sums]`, for weights `[..., keys]`.
+          weighted_sum: function that returns the block values' sums, `[..., sums]`, for weights `[..., keys]`.
           is_live: False if the block's values are undefined and must not be added; None if they never are.
         """
         before = self.max_score[at][..., :1]
@@ -53,7 +53,7 @@ class Softmax(NamedTuple):
         self.values[at] = self.values[at] * rescale + values
 
     def result(self, at: Any) -> Registers:
-        """Return the attention outputs f32 `[..., sums]` for the queries at index `at` of the state's first axis.
+        """Return the attention outputs f32 `[..., sums]` for the queries at index `at` on the state's first axis.
 
         Queries that have seen no key get zeros.
         """

@@ -25,7 +25,7 @@ from jaxserve.pallas_kernels.tpu import LANES
 
 
 class _TileScratch(NamedTuple):
-    """VMEM and semaphores of the tile phase."""
+    """VMEM and semaphores for the tile phase."""
 
     queries: Ref  # [slots, Q, tokens, keys]
     nodes: Ref  # i32[slots, tokens, columns]
@@ -52,7 +52,7 @@ class TilePhase(Phase):
         super().__init__(config, blocks, refs, refs.counts[2 + size_index])
 
     def _scratch(self) -> _TileScratch:
-        """Return the shapes and dtypes of the VMEM and semaphores to allocate."""
+        """Return shapes and dtypes for the VMEM and semaphores to allocate."""
         config, slots = self.config, self.blocks.slots
         queries, dtype = (config.num_query_heads, self.tokens), config.matmul_dtype
         sums, columns = (*queries, config.columns.sums), pltpu.VMEM((*queries, LANES), jnp.float32)
@@ -67,12 +67,12 @@ class TilePhase(Phase):
         )
 
     def _column(self, entry: Scalar, column: int) -> Scalar:
-        """Read an element of `WorkPlan.tiles`: tile `entry`, and a column such as `work_plan.NUM_TOKENS`."""
+        """Read an element in `WorkPlan.tiles`: tile `entry`, and a column such as `work_plan.NUM_TOKENS`."""
         last = self.table.shape[0] // work_plan.NUM_TILE_COLUMNS - 1
         return self.table[jnp.minimum(entry, last) * work_plan.NUM_TILE_COLUMNS + column]
 
     def _num_blocks(self, entry: Scalar) -> Scalar:
-        """Return the number of key blocks that a tile attends to."""
+        """Return how many key blocks a tile attends to."""
         return self._column(entry, work_plan.NUM_BLOCKS)
 
     def _end(self, entry: Scalar) -> Scalar:
@@ -161,7 +161,7 @@ class TilePhase(Phase):
         """Return the attention mask `[tokens, keys]` of a query tile over one key block: causal, window and draft tree.
 
         Args:
-            entry: index of the tile.
+            entry: tile index.
             first: position of the block's first key.
             nodes: `visible_nodes` of the tile's tokens in VMEM, i32 `[tokens, columns]`.
         """

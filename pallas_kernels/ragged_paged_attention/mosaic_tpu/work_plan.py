@@ -20,7 +20,7 @@ TILE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, TILE_FIRST_BLOCK, NUM_BLOCKS, 
 
 
 class WorkPlan(NamedTuple):
-    """Lists of a step's work for the kernel. Tables are flat: all columns of the first entry, then of the second."""
+    """Lists with a step's work for the kernel. Tables are flat: all columns for the first entry, then the second."""
 
     counts: Int32[Array, "lists"]
     """Number of slabs to write, then of work items: for decode slots, short tiles and tall tiles."""
@@ -31,7 +31,7 @@ class WorkPlan(NamedTuple):
     decode_slots: Int32[Array, "decode_columns"]
     """Decode rows, with columns ROW ... FIRST_BLOCK, most key blocks first; KV_LEN is zero for unused slots."""
     groups: Int32[Array, "groups"]
-    """Number of key blocks for each group of decode slots that are processed together: as its longest row has."""
+    """Key blocks for each decode slot group, whose slots are processed together: as many as its longest row has."""
     tiles: tuple[Int32[Array, "tile_columns"], ...]
     """Short tiles and tall tiles, with columns TILE_ROW ... TREE_START. A tile begins at the step's token BASE_TOKEN:
     LEAD tokens from other rows come before its own NUM_TOKENS. Its own first token is at POSITION in the sequence. The
@@ -68,15 +68,15 @@ def make_plan(config: KernelConfig, blocks: BlockSizes, rows: RaggedRows) -> Wor
 
 
 def _tile_rows(blocks: BlockSizes, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> list[Array]:
-    """Choose the rows with several new tokens for short tiles, those that fit into one, and for tall tiles, the others.
+    """Divide the rows with several new tokens between short tiles, into which they fit, and tall tiles.
 
     Args:
         blocks: block sizes, with one or two tile sizes.
         rows: the step's rows.
-        q_lens: number of new tokens per row.
+        q_lens: new tokens per row.
 
     Returns:
-        Mask of the rows, `[R]`, for each tile size.
+        Row mask, `[R]`, for each tile size.
     """
     several = q_lens > 1
     if len(blocks.tile_tokens) == 1:
@@ -89,7 +89,7 @@ def _plan_writes(config: KernelConfig, rows: RaggedRows, q_lens: Int32[Array, "R
     """List the slabs to write, given each row's number of new tokens.
 
     Returns:
-        `WorkPlan.writes`, and the number of slabs.
+        `WorkPlan.writes`, and the slab count.
     """
     T, R, slab = config.num_tokens, config.num_rows, config.slab
     past_lens = rows.kv_lens - q_lens
@@ -116,7 +116,7 @@ def _plan_decode_slots(
         config: static parameters.
         blocks: block sizes.
         rows: the step's rows.
-        is_decode: mask of the rows with one new token, `[R]`.
+        is_decode: mask for the rows with one new token, `[R]`.
 
     Returns:
         `WorkPlan.decode_slots`, `WorkPlan.groups` and `WorkPlan.token_of_slot`.
@@ -137,17 +137,17 @@ def _plan_decode_slots(
 def _plan_tiles(
     config: KernelConfig, blocks: BlockSizes, tile_tokens: int, rows: RaggedRows, q_lens: Int32[Array, "R"]
 ) -> tuple[Int32[Array, "n"], Array]:
-    """List the query tiles of one size.
+    """List the query tiles with one size.
 
     Args:
         config: static parameters.
         blocks: block sizes.
         tile_tokens: tokens per tile.
         rows: the step's rows.
-        q_lens: number of new tokens per row, zero for rows that have tiles of another size or decode slots.
+        q_lens: new tokens per row, zero for rows that have other tiles or decode slots.
 
     Returns:
-        One of `WorkPlan.tiles`, and the number of work items: pairs of a tile and one of its key blocks.
+        An element for `WorkPlan.tiles`, and the work item count: pairs with a tile and a key block that it sees.
     """
     T, block_tokens = config.num_tokens, blocks.tile_pages * config.page_size
     row, start, lead, num_tokens = cut_into_tiles(
