@@ -47,7 +47,7 @@ _WORD_COLUMNS: dict[np.dtype[Any], int] = {np.dtype(np.int32): 4, np.dtype(np.ui
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A packed matrix `[N, K]`, see `pack`."""
+    """Matrix `[N, K]`, or several of equal shape, in panels of 16 rows for the native CPU kernels; `pack` makes it."""
 
     weights: Shaped[Array, "panels K parts rows"]  # two parts if it is gated, else one; integers have words for K
     scales: Float[Array, "panels groups parts rows"]  # no groups unless weights are int8 or int4
@@ -63,7 +63,7 @@ class PackedMatrix:
 
     @property
     def gated(self) -> bool:
-        """Return whether the matmul returns `silu(x @ gate.T) * (x @ up.T)`, with all gate rows before all up rows."""
+        """True if the matmul gives `silu(x @ gate.T) * (x @ up.T)`; the matrix has all gate rows before all up rows."""
         return bool(self.weights.shape[2] == 2)
 
     @property
@@ -73,7 +73,7 @@ class PackedMatrix:
 
 
 def unsupported(dtype: DTypeLike, platform: str) -> str | None:
-    """Return the reason why matrices with a dtype cannot be packed for a platform, or None if they can."""
+    """Return the reason why matrices with this dtype cannot be packed for `platform` ("cpu"), or None if they can."""
     if platform != "cpu":
         return "packed matrices are for CPUs"
     if jnp.dtype(dtype).name not in WEIGHT_DTYPES:
@@ -89,9 +89,16 @@ def pack(
     gated: bool = False,
     num_matrices: int = 1,
 ) -> PackedMatrix:
-    """Pack a matrix stored [out, in], or `num_matrices` matrices one after the other.
+    """Pack a matrix `[out, in]`, or `num_matrices` matrices one after the other, for the native kernels.
 
-    With `scales` it stands for `(weight[n, k] - zeros[n, g]) * scales[n, g]` with `g = k // (K / groups)`.
+    With `scales` the matrix is `(weight[n, k] - zeros[n, g]) * scales[n, g]` with `g = k // (K / groups)`.
+
+    Args:
+      weight: floats, or int8 or int4 elements with `scales`.
+      scales: scale for each row and each group of consecutive columns.
+      zeros: zero points, shaped like `scales`; only for int4 or uint4.
+      gated: True if SwiGLU follows the matmul, see `PackedMatrix.gated`.
+      num_matrices: number of matrices among which the rows are divided.
     """
     N, K = np.shape(weight)
     num_groups = 0 if scales is None else np.shape(scales)[1]
@@ -112,7 +119,7 @@ def abstract(
     gated: bool = False,
     has_zeros: bool = False,
 ) -> PackedMatrix:
-    """Return the shapes for a packed matrix `[N, K]`.
+    """Return a packed matrix `[N, K]` whose arrays are shapes and dtypes only.
 
     Args:
       N: number of rows in all matrices together.
@@ -152,8 +159,8 @@ class Packer:
     """Packer that takes a matrix `[N, K]` some rows at a time, so that memory never holds a second copy.
 
     Args:
-      shapes: packed shapes.
-      dtype: weight dtype.
+      shapes: shapes of the packed matrix, from `abstract`.
+      dtype: dtype of the rows that `write` takes.
     """
 
     def __init__(self, shapes: PackedMatrix, dtype: DTypeLike) -> None:
@@ -163,7 +170,14 @@ class Packer:
     def write(
         self, start: int, weight: ArrayLike, scales: ArrayLike | None = None, zeros: ArrayLike | None = None
     ) -> None:
-        """Write rows from `start` on, best whole panels. Threads may write different rows."""
+        """Pack some rows into the matrix; threads may write different rows simultaneously.
+
+        Args:
+          start: index of the first row; multiples of 16 are fastest.
+          weight: rows, `[n, K]`.
+          scales: their scales, `[n, groups]`, or None.
+          zeros: their zero points, `[n, groups]`, or None.
+        """
         elements = np.asarray(weight)
         self._write(self._weights, start, self._words(elements) if self._shapes.scales.size else elements)
         if scales is not None:
@@ -172,7 +186,7 @@ class Packer:
             self._write(self._zeros, start, np.asarray(zeros, np.float32) - self._lowest)
 
     def _words(self, elements: NDArray[Any]) -> NDArray[Any]:
-        """Return elements as words, with each group padded to whole words."""
+        """Convert int8 or int4 elements, `[n, K]`, to 32-bit words, `[n, words]`, each group padded to whole words."""
         dtype = self._weights.dtype
         shifted = (elements.astype(np.int8) - np.int8(self._lowest or 0)).view(np.uint8)
         groups = shifted.reshape(len(elements), self._shapes.scales.shape[1], -1)
@@ -182,6 +196,7 @@ class Packer:
         return np.ascontiguousarray(bytes_of_words).view(dtype.newbyteorder("<")).reshape(len(elements), -1)
 
     def _write(self, panels: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
+        """Write rows, from matrix row `start` on, to the panels `[panels, columns, parts, rows]` that contain them."""
         num_parts, num_outputs, end = panels.shape[2], self._shapes.num_outputs, start + len(rows)
         matrices = panels.reshape(self._shapes.num_matrices, -1, *panels.shape[1:])
         for block in range(start // num_outputs, -(-end // num_outputs)):
@@ -191,7 +206,7 @@ class Packer:
             _write_panels(matrices[matrix, :, :, part], low - offset, rows[low:high])
 
     def matrix(self, sharding: Sharding | None = None) -> PackedMatrix:
-        """Return the packed matrix, which takes over the memory, on the default or another sharding."""
+        """Return the packed matrix on a sharding, the default device if None; it takes over the packer's memory."""
         panels = (self._weights, self._scales, self._zeros)
         weights, scales, zeros = (jax.device_put(array, sharding) for array in panels)
         return replace(self._shapes, weights=weights, scales=scales, zeros=zeros)
@@ -209,7 +224,7 @@ class Unpacked(NamedTuple):
 
 
 def unpack(matrix: PackedMatrix) -> Unpacked:
-    """Invert `pack` for one matrix."""
+    """Return the rows, scales and zero points of a matrix that `pack` packed, except for several matrices in one."""
     assert matrix.num_matrices == 1, "groups of matrices are only multiplied"
     weight, scales, zeros = (
         _from_panels(panels, matrix.num_outputs) for panels in (matrix.weights, matrix.scales, matrix.zeros)
@@ -229,7 +244,7 @@ def multiply(
     bias: Float[Array, " N"] | None = None,
     residual: Float[Array, "T out"] | None = None,
 ) -> Float[Array, "T out"]:
-    """Return `x @ matrix.T + bias`, after SwiGLU if the matrix is gated, `+ residual`: in float32, by one call.
+    """Return `x @ matrix.T + bias`, then SwiGLU if it is gated, then `+ residual`, in one native call and float32.
 
     Args:
       matrix: packed matrix `[N, K]`.
@@ -265,7 +280,11 @@ def multiply(
 
 
 def _operand(name: str, array: Float[Array, "..."] | None, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Return an operand for the native call, an empty array for None."""
+    """Return an optional operand for the native call as float32: an empty array for None.
+
+    Raises:
+      ValueError: the array does not have this shape; the message has `name`.
+    """
     if array is None:
         return jnp.zeros(0, jnp.float32)
     if array.shape != shape:
@@ -274,7 +293,7 @@ def _operand(name: str, array: Float[Array, "..."] | None, shape: tuple[int, ...
 
 
 def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]:
-    """Look up dequantised rows in a matrix that is not gated; row ids are clipped to the range."""
+    """Look up rows by id, dequantised, in a packed matrix that is not gated; ids are clipped to the range."""
     assert not matrix.gated, "a table of rows has no gate"
     assert matrix.num_matrices == 1, "a table of rows is one matrix"
     weights, row_ids = tie_to_index(matrix.weights, jnp.clip(row_ids, 0, matrix.num_outputs - 1))
@@ -292,12 +311,13 @@ def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]
 def _scaled(
     elements: Shaped[Array, "T K"], scales: Float[Array, "T groups"], zeros: Float[Array, "T groups"]
 ) -> Float[Array, "T K"]:
+    """Dequantise elements: subtract each group's zero point and multiply by its scale."""
     groups = elements.astype(jnp.float32).reshape(*scales.shape, -1)
     return ((groups - zeros[:, :, None]) * scales[:, :, None]).reshape(elements.shape)
 
 
 def _from_words(words: Shaped[Array, "T words"], num_groups: int, matrix: PackedMatrix) -> Shaped[Array, "T K"]:
-    """Return the elements in words, without group padding."""
+    """Extract the int8 or int4 elements (as uint8) from 32-bit words, without the padding in each group."""
     K = matrix.num_inputs
     if matrix.word_columns == 4:
         elements = jax.lax.bitcast_convert_type(words, jnp.int8)
@@ -308,13 +328,16 @@ def _from_words(words: Shaped[Array, "T words"], num_groups: int, matrix: Packed
 
 
 def _empty(array: Any) -> NDArray[Any]:
-    """Return zeros in anonymous memory: aligned so that XLA takes it over, returned to the system when freed."""
+    """Return zeros with the shape and dtype of `array`, in anonymous memory.
+
+    It is aligned so that XLA takes it over, and returned to the system when freed.
+    """
     num_bytes = prod(array.shape) * array.dtype.itemsize
     return np.ndarray(array.shape, array.dtype, mmap.mmap(-1, max(1, num_bytes), access=mmap.ACCESS_COPY))
 
 
 def _write_panels(panels: Shaped[np.ndarray, "panels K rows"], start: int, rows: Shaped[np.ndarray, "N K"]) -> None:
-    """Write rows from `start` on: the rest of a started panel, whole panels, and the start of a last panel."""
+    """Write rows to panels, transposed, from row `start` on; the first and last panel may be written in part."""
     panel_rows = panels.shape[2]
     panel, lane = divmod(start, panel_rows)
     if lane:
@@ -329,6 +352,7 @@ def _write_panels(panels: Shaped[np.ndarray, "panels K rows"], start: int, rows:
 
 
 def _from_panels(panels: Shaped[Array, "panels K parts rows"], num_outputs: int) -> Shaped[Array, "N K"]:
+    """Return the rows that panels store, without padding: `num_outputs` rows for each part."""
     num_panels, K, parts, num_rows = panels.shape
     rows = panels.transpose(2, 0, 3, 1).reshape(parts, num_panels * num_rows, K)
     return rows[:, :num_outputs].reshape(parts * num_outputs, K)
