@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -147,15 +148,11 @@ def require_memory(config: EngineConfig, arch: ArchConfig, page_bytes: int, devi
     total_bytes = sum(needed.values())
     if total_bytes > free_bytes:
         name = max(needed, key=needed.__getitem__)
+        options = re.findall(r"(\w+)=", name)
         raise ConfigError(
             f"the device must have {total_bytes:,} bytes free for the KV cache and the state of requests, of which "
-            f"{name} needs {needed[name]:,}, got {int(free_bytes):,} bytes free; lower {' or '.join(_names(name))}"
+            f"{name} needs {needed[name]:,}, got {int(free_bytes):,} bytes free; lower {' or '.join(options)}"
         )
-
-
-def _names(assignments: str) -> list[str]:
-    """Return the options in a text such as "a=1 and b=2"."""
-    return [each.partition("=")[0] for each in assignments.split(" and ")]
 
 
 def free_memory(device: Memory) -> float:
