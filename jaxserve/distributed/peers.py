@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from typing import Any, NoReturn
 
@@ -61,6 +61,12 @@ def _in_background(function: Any, *args: Any) -> threading.Thread:
     thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
     return thread
+
+
+def _after_grace(function: Callable[[str], None], message: str) -> None:
+    """Call a function with a message after GRACE_S seconds."""
+    time.sleep(GRACE_S)
+    function(message)
 
 
 def _exit(message: str | None = None) -> NoReturn:
@@ -186,14 +192,9 @@ class Leader:
                 self._lose(str(content))
                 return
             if kind == _Kind.LEFT:
-                _in_background(self._lose_after_grace, f"lost {name}: it has ended; see its log")
+                _in_background(_after_grace, self._lose, f"lost {name}: it has ended; see its log")
             else:
                 self._answers.put(content)
-
-    def _lose_after_grace(self, message: str) -> None:
-        """Report a loss after GRACE_S seconds, unless this process has closed or reported one before."""
-        time.sleep(GRACE_S)
-        self._lose(message)
 
     def _lose(self, message: str) -> None:
         """Report a lost process: notify the followers, let calls raise PeerLostError, and exit after GRACE_S."""
@@ -201,7 +202,7 @@ class Leader:
             if self._closing or self._lost is not None:
                 return
             self._notifiers = [_in_background(_report_loss, each, message) for each in self._followers.values()]
-            _in_background(self._exit_after_grace, message)
+            _in_background(_after_grace, _exit, message)
             atexit.register(self._exit_when_reported)  # runs before jax waits for the remaining processes
             self._lost = PeerLostError(message)
         self._loss_reported.set()
@@ -211,11 +212,6 @@ class Leader:
         for thread in self._notifiers:
             thread.join()
         _exit()
-
-    def _exit_after_grace(self, message: str) -> NoReturn:
-        """End this process after GRACE_S seconds."""
-        time.sleep(GRACE_S)
-        _exit(message)
 
 
 def _report_loss(channel: Channel, message: str) -> None:
