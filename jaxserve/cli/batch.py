@@ -19,6 +19,7 @@ from jaxserve.system.ticker import Ticker
 
 
 def _add_flags(parser: ArgumentParser) -> None:
+    """Add the arguments of `jaxserve batch`."""
     parser.add_argument("input", metavar="IN", help="request file: JSON lines in OpenAI's batch format")
     text = "result file: JSON lines in any order; if it exists, only missing records are added"
     parser.add_argument("output", metavar="OUT", help=text)

@@ -11,11 +11,13 @@ from jaxserve.tools.bench.flags import add_bench
 
 
 def _add_flags(parser: ArgumentParser) -> None:
+    """Add the arguments of `jaxserve bench`."""
     add_process_flags(parser)
     add_bench(parser, _add_engine)
 
 
 def _add_engine(parser: ArgumentParser) -> None:
+    """Add the log level and the engine options, without the tokenizer, which no benchmark uses."""
     add_log_level(parser)
     add_engine_flags(parser, leave_out=("tokenizer",))
 

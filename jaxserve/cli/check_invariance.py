@@ -20,6 +20,7 @@ _CHOSEN_BY_AXES = (
 
 
 def _add_flags(parser: ArgumentParser) -> None:
+    """Add the arguments of `jaxserve check-invariance`."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="checkpoint directory (default: the embedded model)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
     add_log_level(parser)

@@ -34,6 +34,7 @@ _ZSH = (
 
 
 def _add_flags(parser: ArgumentParser) -> None:
+    """Add the arguments of `jaxserve completion`."""
     text = "shell; use it as `source <(jaxserve completion bash)`, or `jaxserve completion fish | source`"
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help=text)
 

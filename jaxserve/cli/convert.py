@@ -7,6 +7,7 @@ from jaxserve.system import signals
 
 
 def _add_flags(parser: ArgumentParser) -> None:
+    """Add the arguments of `jaxserve convert`."""
     parser.add_argument("source", metavar="SRC", help="checkpoint directory, safetensors or Orbax")
     parser.add_argument("target", metavar="DST", help="directory to write, absent or empty")
 

@@ -29,6 +29,7 @@ _REPEATED_FLAGS = ("stop", "bad_words")
 
 
 def _add_flags(parser: ArgumentParser) -> None:
+    """Add the arguments of `jaxserve generate`."""
     text = "text to complete, without a chat template; read from standard input if absent or -"
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=text)
     _add_sampling_flags(parser)
@@ -43,6 +44,7 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 
 def _add_sampling_flags(parser: ArgumentParser) -> None:
+    """Add flags for some SamplingParams fields, with help from their docstring."""
     group = parser.add_argument_group("sampling")
     helps = field_helps(SamplingParams)
     text = help_text("maximum number of output tokens", _DEFAULT_MAX_TOKENS)

@@ -10,6 +10,7 @@ from jaxserve.tools.planner.flags import PLANNED, add_plan, find_compilers, use_
 
 
 def _add_flags(parser: ArgumentParser) -> None:
+    """Add the arguments of `jaxserve plan`."""
     add_plan(parser)
     not_planned = {field.name for field in dataclasses.fields(EngineConfig)} - PLANNED
     add_config_flags(parser, "engine", EngineConfig, (*NOT_FLAGS, *not_planned))

@@ -12,6 +12,7 @@ _GROUP = "quantization"
 
 
 def _add_flags(parser: ArgumentParser) -> None:
+    """Add the arguments of `jaxserve quantize`."""
     parser.add_argument("source", metavar="MODEL", help="directory with an unquantised checkpoint")
     parser.add_argument("target", metavar="OUT", help="directory to write, absent or empty")
     text = "; ".join(f"{name}: {scheme.summary}" for name, scheme in SCHEMES.items())

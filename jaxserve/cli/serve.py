@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def _add_flags(parser: ArgumentParser) -> None:
+    """Add the arguments of `jaxserve serve`."""
     text = "checkpoint directory or GGUF file (default: the embedded model)"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as MODEL")

@@ -184,7 +184,7 @@ class Admission:
         self._check_wait(tenant, priority, self.fewest_tokens(body), timeout_s)
 
     def fewest_tokens(self, body: Mapping[str, Any]) -> int:
-        """Return the minimum number of tokens in a body's prompt."""
+        """Return the minimum number of tokens in a body's prompt, from its length and the longest token."""
         prompt = body.get("prompt", body.get("input"))
         if isinstance(prompt, str):
             return max(int(len(prompt) / self._longest_token), 1)
@@ -242,7 +242,7 @@ class Admission:
                     self._held.remove((priority, held))
 
     def headers(self, tenant: str) -> list[tuple[bytes, bytes]]:
-        """Return headers with the remaining limits and the disabled features."""
+        """Return the reply headers with a tenant's remaining limits and the disabled features."""
         headers = self.limits.headers(tenant, time.monotonic())
         if on := self.ladder.on:
             headers.append((b"x-degraded", ",".join(on).encode()))
@@ -251,7 +251,7 @@ class Admission:
     # Estimates
 
     def target_s(self, priority: int) -> int | float | None:
-        """Return a class's maximum time to the first token; None if there is none."""
+        """Return the maximum time to first token for a priority class; None if it has no limit."""
         return self._targets_s.get(priority, self._targets_s.get(None))
 
     def _check_wait(self, tenant: str, priority: int, num_tokens: int, timeout_s: int | float) -> None:
@@ -282,7 +282,7 @@ class Admission:
         raise RefusedError(excess.message, None, "rate_limit_exceeded", 429, excess.wait_s)
 
     def _full(self, tenant: str, reason: str, message: str, retry_s: int | float) -> RefusedError:
-        """Return a full server's refusal: 429 if the tenant has more than its share."""
+        """Count a refusal and return its error: 429 if the tenant has more open requests than the mean, else 503."""
         refused = self._refused(reason, message, retry_s)
         if exceeds_fair_share(self.num_open, tenant):
             refused.status_code = 429

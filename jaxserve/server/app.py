@@ -175,7 +175,7 @@ class App:
         await handler(call)
 
     def _unauthorized(self, call: Call) -> BadRequestError:
-        """Return the error for a request without a known key, in its client's terms."""
+        """Return the error (401) for a request without a known key, which names the header that its client sends."""
         is_anthropic = call.path.startswith(MESSAGES) or http.header_value(call.headers, b"anthropic-version")
         where = "x-api-key: KEY" if is_anthropic else "Authorization: Bearer KEY"
         if given_key(call.headers):
@@ -216,7 +216,7 @@ class App:
         return sorted([*methods, *(self._batches.methods(path) if self._batches is not None else ())])
 
     def _retry_after(self, error: BadRequestError) -> list[tuple[bytes, bytes]]:
-        """Return retry headers, in whole seconds and in milliseconds, which OpenAI's clients read."""
+        """Return the headers with the time after which to retry, in seconds and, for OpenAI's clients, milliseconds."""
         wait_s = error.retry_after_s if isinstance(error, RefusedError) else self.service.observer.estimated_wait_s()
         if wait_s == math.inf:
             return []

@@ -64,7 +64,10 @@ class Keys:
         return bool(self._tenants)
 
     def tenant(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-        """Return the tenant of a request; None if it has no key that is known. The time does not depend on which."""
+        """Return the tenant whose key is in a request's headers; None if there is none or it is unknown.
+
+        All keys are compared, so that the time reveals nothing.
+        """
         digest, found = hashlib.sha256(given_key(headers)).digest(), None
         for known, tenant in self._tenants:
             if hmac.compare_digest(known, digest):

@@ -125,12 +125,12 @@ class ServerConfig:
 
     @property
     def enabled_degradation(self) -> frozenset[str]:
-        """Rungs of the ladder that may come on."""
+        """Features that load may disable."""
         return frozenset() if "none" in self.degradation else frozenset(self.degradation)
 
     @property
     def ttft_targets_s(self) -> dict[int | None, float]:
-        """Targets of classes in seconds; None is any other class."""
+        """Maximum time to first token in seconds by priority class; the key None stands for all other classes."""
         targets: dict[int | None, float] = {}
         for entry in self.admission_ttft_ms:
             priority, _, number = entry.rpartition("=")
@@ -144,7 +144,7 @@ class ServerConfig:
 
 
 def _or_inf(finite: FieldType) -> FieldType:
-    """Return the type that also accepts infinity, for a time without a limit."""
+    """Return the field type that also accepts infinity, for a time without a limit."""
     return replace(finite, holds=lambda value: (isinstance(value, float) and value == math.inf) or finite.holds(value))
 
 

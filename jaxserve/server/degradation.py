@@ -30,7 +30,7 @@ class Ladder:
         self._calm_since_s: float | None = None
 
     def update(self, load: int | float, now_s: int | float) -> None:
-        """Turn rungs on or off by the load at a time."""
+        """Enable or disable features ("rungs") by the load at the time `now_s`."""
         wanted = sum(load >= threshold(index) for index in range(len(RUNGS)))
         if wanted > self.height:
             for rung in RUNGS[self.height : wanted]:
@@ -45,7 +45,7 @@ class Ladder:
             self._calm_since_s = now_s
 
     def has(self, rung: str) -> bool:
-        """Return whether a rung is on."""
+        """Return whether a rung is on, so that its feature is disabled."""
         return rung in self._enabled and RUNGS.index(rung) < self.height
 
     @property
@@ -55,5 +55,5 @@ class Ladder:
 
 
 def threshold(index: int) -> int | float:
-    """Return a rung's load threshold."""
+    """Return the load at which the rung with this index comes on."""
     return FIRST_AT + index * STEP

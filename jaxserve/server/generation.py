@@ -66,7 +66,7 @@ class Generation:
                 await self._answer(call, body, came_s)
 
     async def _answer(self, call: Call, body: Json, came_s: float) -> None:
-        """Answer a request whose `body` came complete, `came_s` being the time of its first byte.
+        """Answer a request with this `body`, which came at the time `came_s`.
 
         Raises:
             BadRequestError: it is refused, or the engine could not compute it.
@@ -192,12 +192,14 @@ class Generation:
         resume = stream.resume  # called when the client has taken enough
 
         async def send_long(events: Callable[[], Iterator[bytes]]) -> None:
+            """Send long events, which a thread makes, and let the stream continue afterwards."""
             nonlocal resume
             await self._send_events(call, events, is_short=False)
             resume = stream.resume
             resume()
 
         def write(number: int, increments: Sequence[Increment]) -> bool:
+            """Write the events for a group's increments; return False if the client must read before the next."""
             nonlocal long_events, resume
             output = stream.groups[number].output
             make = partial(reply.events, number, output, increments)

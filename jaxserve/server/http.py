@@ -24,7 +24,7 @@ class ClientGoneError(Exception):
 
 
 def header_value(headers: Headers, name: bytes) -> bytes:
-    """Return the value of the first header with a name in lower case; empty if there is none."""
+    """Return the value of the first header with this name, in lower case; empty if there is none."""
     return next((value for key, value in headers if key == name), b"")
 
 

@@ -117,6 +117,7 @@ class Info:
 
     @property
     def _max_model_len(self) -> int:
+        """Maximum number of tokens in a request, prompt and output."""
         return self._engine.schedule.max_model_len
 
     def _model_card(self, name: str) -> Json:
@@ -150,6 +151,7 @@ class Info:
         await self._send_status(call, reason)
 
     async def _send_status(self, call: Call, reason: str | None) -> None:
+        """Reply with status 200 and "ok", or with 503 and the reason if there is one."""
         await call.send_json({"status": reason or "ok"}, 200 if reason is None else 503)
 
     async def load(self, call: Call) -> None:

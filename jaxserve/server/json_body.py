@@ -28,7 +28,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
-    """Return the object in a body; BadRequestError if there is none, or if it has too much or is nested too deeply."""
+    """Return the JSON object in a body; BadRequestError if there is none, or it is too large or too deeply nested."""
     try:
         if len(body) <= SHORT_BODY_BYTES:
             content = json.loads(body, parse_constant=_refuse_constant)
@@ -163,8 +163,10 @@ def _is_shallow(content: dict[str, Any], max_depth: int) -> bool:
 
 
 def _too_deep(max_depth: int) -> BadRequestError:
+    """Return the error for a body that is nested more than `max_depth` deep."""
     return BadRequestError(f"a body must be nested at most {max_depth} deep", None, "invalid_json")
 
 
 def _refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN or Infinity, which Python's parser accepts."""
     raise ValueError(f"{name} is not JSON")

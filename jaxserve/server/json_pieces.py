@@ -132,6 +132,7 @@ def _left(value: Any, budget: int) -> int:
 
 
 def _left_of_all(values: Any, budget: int) -> int:
+    """Return the budget minus the values' sizes; negative once it is exceeded."""
     if len(values) > budget:
         return -1
     for value in values:

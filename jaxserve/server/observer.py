@@ -143,7 +143,7 @@ class Observer(Collector):
                 )
 
     def _add(self, **values: float | int | None) -> None:
-        """Add a value to each named histogram, unless it is None."""
+        """Add each value to the histogram of its name; None is left out."""
         for name, value in values.items():
             if value is not None:
                 self._histograms[name].observe(value)
@@ -210,7 +210,7 @@ class Observer(Collector):
         yield steps
 
     def _gauges(self) -> Iterator[Metric]:
-        """Yield the gauges that `vllm_metrics` lacks."""
+        """Yield gauges about waits, sleep and the cache configuration, which `vllm_metrics` lacks."""
         labels, occupancy, schedule = self._labels, self._engine.occupancy, self._engine.schedule
         gauge = partial(_family, GaugeMetricFamily, labels)
         yield gauge("jaxserve:estimated_wait_seconds", {"": self.estimated_wait_s()})

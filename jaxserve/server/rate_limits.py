@@ -51,7 +51,7 @@ class TokenBucket:
         return math.inf if amount > self.size else (amount - content) * MINUTE_S / self.size
 
     def settle(self, taken: int | float, used: int | float, now_s: int | float) -> None:
-        """Return the unused part of a taken amount, or take the excess."""
+        """Put the unused part of a taken amount back, or take the excess."""
         self._content = min(self.content(now_s) + taken - used, self.size)
 
     def full_in_s(self, now_s: int | float) -> int | float:
@@ -125,7 +125,7 @@ class RateLimits:
         self._lock = RLock()
 
     def tenant_limits(self, tenant: str) -> Limits:
-        """Return a tenant's limits, with the common ones for those that it does not have."""
+        """Return a tenant's limits; a common limit replaces a missing one."""
         own, common = self._own.get(tenant, Limits()), self._common
         return Limits(
             own.requests_per_minute or common.requests_per_minute,
@@ -153,13 +153,13 @@ class RateLimits:
         return found
 
     def settle(self, tenant: str, taken: int, used: int, now_s: int | float) -> None:
-        """Return the tokens that a tenant's request has taken and not used to its bucket."""
+        """Put the tokens that a tenant's request has taken and not used back into its bucket."""
         with self._lock:
             if (bucket := self._tenant_buckets(tenant, now_s).get("tokens")) is not None:
                 bucket.settle(taken, used, now_s)
 
     def headers(self, tenant: str, now_s: int | float) -> list[tuple[bytes, bytes]]:
-        """Return OpenAI's headers with a tenant's limits and what remains of them."""
+        """Return OpenAI's headers with a tenant's limits and remaining amounts."""
         headers = []
         with self._lock:
             for kind, bucket in self._tenant_buckets(tenant, now_s).items():
@@ -171,7 +171,7 @@ class RateLimits:
         return headers
 
     def _tenant_buckets(self, tenant: str, now_s: int | float) -> dict[str, TokenBucket]:
-        """Return a tenant's buckets by "requests" and "tokens", without those that have no limit; drop full ones."""
+        """Return a tenant's buckets for limited "requests" and "tokens"; now and then, drop all full ones."""
         if now_s - self._swept_s > MINUTE_S:
             self._swept_s = now_s
             for name, buckets in list(self._buckets.items()):

@@ -36,7 +36,7 @@ def read_objectives(entries: Sequence[str]) -> dict[str, int]:
 
 
 def in_class(request: ParsedRequest, headers: Headers, tenant: str, objectives: Mapping[str, int]) -> ParsedRequest:
-    """Return a request with its tenant and priority.
+    """Return a request with the tenant and priority that its key and headers give it.
 
     The key's owner is the tenant; without keys the header names it, and a client may choose any. A priority in the
     body counts more than an objective. An unknown objective is named as ignored.
@@ -64,7 +64,7 @@ def tenant_salt(tenant: str, cache_salt: str | None) -> str:
 
 
 def allowed_priority(priority: int | None, limits: Limits) -> int | None:
-    """Return the priority of a request whose key has a range: by default the value in it next to 0.
+    """Return a request's priority if its key may have it; None is the value in the key's range closest to 0.
 
     Raises:
         BadRequestError: it gives one that its key may not have. Whoever chooses any goes before all others.
@@ -79,7 +79,7 @@ def allowed_priority(priority: int | None, limits: Limits) -> int | None:
 
 
 def early_priority(body: Mapping[str, object], headers: Headers, objectives: Mapping[str, int]) -> int:
-    """Return a request's class before its body is checked, as `in_class` does."""
+    """Return a request's priority, as `in_class` does, from a body that is not checked yet; 0 by default."""
     priority = body.get("priority")
     if type(priority) is int:
         return priority

@@ -63,6 +63,7 @@ class _Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self._begin_to_drain)
 
     def _begin_to_drain(self) -> None:
+        """Start the task that drains the app; on the loop."""
         self._drain = asyncio.ensure_future(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:
@@ -102,8 +103,8 @@ def new_server(app: App, config: ServerConfig, sock: socket.socket, on_start: Ca
         backlog=2048,
     )
 
-    def tell() -> None:
+    def notify() -> None:
         app.diary.note_start(app.service.engine, url, app.service.model_names)
         on_start(url)
 
-    return _Server(options, app, tell)
+    return _Server(options, app, notify)

@@ -84,7 +84,7 @@ class Service:
         self._streams: Streams | None = None
 
     def start(self) -> None:
-        """Begin to watch the engine and to take requests; the loop runs."""
+        """Start the engine's threads and the watches; to be called on the event loop."""
         self._streams = Streams(self.engine, self.observer)
         self.health.watch()
         self.admission.start(self._streams)
@@ -99,7 +99,7 @@ class Service:
         self.workers.close()
 
     def parse(self, url: str, body: Json, *, is_counted: bool = False) -> ParsedRequest:
-        """Return the request in a body with OpenAI's form. On any thread; RequestError if it cannot be served.
+        """Return the request in a body as OpenAI has it; RequestError if it cannot be served. On any thread.
 
         Args:
             url: endpoint, COMPLETIONS, CHAT or one for vectors.
@@ -113,7 +113,7 @@ class Service:
         return request if request.pooling is not None else self.with_options(request)
 
     def with_options(self, request: ParsedRequest) -> ParsedRequest:
-        """Return a request for text with the server's options applied."""
+        """Return a request that generates text with the server's options applied, such as the limit of tokens."""
         limit, params = self.engine.output_limits.limit(request.params.max_tokens), request.params
         forces_usage = self.config.enable_force_include_usage and request.stream
         return dataclasses.replace(
@@ -143,7 +143,7 @@ class Service:
 
     @property
     def streams(self) -> Streams:
-        """Streams that are open, after `start`."""
+        """The open streams; to be used after `start`."""
         assert self._streams is not None, "the server has begun"
         return self._streams
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """Return a socket at the address of the options; ConfigError if it is taken.
+    """Return a socket bound to the address that the options specify; ConfigError if it is taken.
 
     A Unix socket that an ended server has left behind is replaced.
     """

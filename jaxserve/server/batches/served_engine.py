@@ -119,7 +119,7 @@ class ServedEngine:
             self._streams.submit_quietly([group], self._listen)
 
     def _settle(self, group: RequestGroup) -> None:
-        """Return the tokens that an ended request has taken and not used to the tenant's rate limit."""
+        """Give the tokens that an ended request has taken and not used back to the tenant's rate limit."""
         taken, used = tokens_to_take(group.requests), tokens_used([group])
         self._limits.settle(self._limited, taken, used, time.monotonic())
 

@@ -51,11 +51,11 @@ class Store:
             raise ConfigError(f"batch_dir must be a directory that the server can use, but: {error}") from error
 
     def new_upload(self) -> Path:
-        """Return the path for a new upload."""
+        """Return a new path to which an upload can be written."""
         return self._folder / f"{secrets.token_hex(12)}.upload"
 
     def add_file(self, content: Path, filename: str, purpose: str, owner: str) -> Json:
-        """Add an uploaded file; return its object."""
+        """Add a file, whose `content` is moved from its path, for a tenant; return its object."""
         size = content.stat().st_size
         with content.open("rb") as file:
             os.fsync(file.fileno())
@@ -84,7 +84,7 @@ class Store:
         return batch
 
     def update(self, object_id: str, **fields: Any) -> None:
-        """Replace a batch's fields."""
+        """Replace the given fields of a batch."""
         with self._lock:
             self._save({**self._objects[object_id], **fields})
 
@@ -159,4 +159,5 @@ class Store:
 
 
 def _without_owner(content: Json) -> Json:
+    """Return an object as replies have it, without its owner."""
     return {name: value for name, value in content.items() if name != _OWNER}

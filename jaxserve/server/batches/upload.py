@@ -122,6 +122,7 @@ async def _feed(
 
 
 def _too_large(max_bytes: int) -> BadRequestError:
+    """Return the error (413) for a file with more than `max_bytes` bytes."""
     message = f"a file must have at most {max_bytes} bytes; divide it into several"
     return BadRequestError(message, "file", "too_large", 413)
 

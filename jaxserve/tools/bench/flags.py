@@ -30,6 +30,7 @@ def add_bench(bench: argparse.ArgumentParser, add_engine_flags: AddEngineFlags) 
 
 
 def _add_workload(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the flags that choose the workload; `default` is a built-in one's name."""
     text = f"name of a built-in workload, or a JSON file with lengths and arrival times (default: {default})"
     parser.add_argument("--workload", default=default, metavar="NAME|FILE", help=text)
     text = "number of requests; a larger number repeats the workload with new prompts (default: the workload's)"
@@ -37,6 +38,7 @@ def _add_workload(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for arrivals, concurrency and SLOs."""
     text = "Poisson arrivals per second, one run per rate; inf: all at the start (default: the workload's arrivals)"
     parser.add_argument("--rate", "--rates", "--request-rate", dest="rates", metavar="R[,R...]", help=text)
     text = "seed for Poisson arrivals (default: 0)"
@@ -52,6 +54,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for a load on a server."""
     text = "measure a server with OpenAI's interface at this address instead of a local engine (extra: bench)"
     parser.add_argument("--url", metavar="URL", help=text)
     text = "key for --url (default: environment variable OPENAI_API_KEY)"
@@ -61,6 +64,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the price, files and live statistics."""
     text = "machine price; adds the cost per million tokens"
     parser.add_argument("--price-per-hour", type=float, metavar="PRICE", help=text)
     parser.add_argument(

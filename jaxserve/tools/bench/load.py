@@ -31,6 +31,7 @@ class Clock:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
+        """Return after `seconds`."""
         time.sleep(seconds)
 
 
@@ -217,4 +218,5 @@ _PREFIX = "bench-"
 
 
 def _request_id(index: int) -> str:
+    """Return the engine's id for the request with this index in the load."""
     return f"{_PREFIX}{index}"

@@ -99,8 +99,9 @@ def _goodput_and_cost(run: Json) -> list[Row]:
 
 
 def _slo(goodput: Json) -> str:
-    promises = (("TTFT", goodput["slo_ttft_ms"]), ("TPOT", goodput["slo_tpot_ms"]))
-    return "within " + " and ".join(f"{name} {value:g} ms" for name, value in promises if value is not None)
+    """Return a clause with the SLO's limits."""
+    limits = (("TTFT", goodput["slo_ttft_ms"]), ("TPOT", goodput["slo_tpot_ms"]))
+    return "within " + " and ".join(f"{name} {value:g} ms" for name, value in limits if value is not None)
 
 
 def _latencies(run: Json) -> list[Row]:

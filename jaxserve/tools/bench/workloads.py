@@ -140,6 +140,7 @@ def token_ids(workload: Workload, vocab_size: int) -> list[list[int]]:
         raise ConfigError(f"a workload needs a vocabulary of more than {LOWEST_ID} tokens, got {vocab_size}")
 
     def draw(stream: int, index: int, count: int) -> list[int]:
+        """Draw `count` token ids from a random stream."""
         ids: list[int] = _stream(workload, stream, index).integers(LOWEST_ID, vocab_size, count).tolist()
         return ids
 
@@ -189,10 +190,12 @@ def _built_in_requests() -> dict[str, list[WorkloadRequest]]:
     rng = np.random.default_rng(_LENGTHS_SEED)
 
     def uniform(low: int, high: int, count: int) -> list[int]:
+        """Draw `count` lengths uniformly from [low, high]."""
         lengths: list[int] = rng.integers(low, high + 1, count).tolist()
         return lengths
 
     def pareto(count: int) -> list[int]:
+        """Draw `count` lengths, most of them short and a few long, at most 384."""
         return [int(x) for x in np.minimum(8 + rng.pareto(1.2, count) * 12, 384)]
 
     mixed = _requests(uniform(16, 256, 64), uniform(16, 128, 64))
@@ -212,6 +215,7 @@ def _built_in_requests() -> dict[str, list[WorkloadRequest]]:
 def _requests(
     prompt_lens: list[int], output_lens: list[int], arrivals: NDArray[np.float64] | None = None
 ) -> list[WorkloadRequest]:
+    """Return requests with these lengths, which arrive at these times in seconds, or all at the start."""
     times = [0.0] * len(prompt_lens) if arrivals is None else [round(t, 4) for t in arrivals.tolist()]
     return [WorkloadRequest(*fields) for fields in zip(prompt_lens, output_lens, times, strict=True)]
 

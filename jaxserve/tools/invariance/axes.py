@@ -32,7 +32,7 @@ class Axis:
 
 
 def baseline_options(sizes: Sizes) -> dict[str, Any]:
-    """Return the options of the engine that runs requests one by one: whole prompts, step after step."""
+    """Return engine options for the runs to compare with: whole prompts, one step per dispatch."""
     return {
         "runner": "generate",
         "skip_tokenizer_init": True,
@@ -92,33 +92,40 @@ def _run(engine: DrivenEngine, jobs: Sequence[Job], steps_between: int = 0) -> l
 
 
 def _rows(stats: EngineStats) -> str:
-    sampled = stats.num_sampled_tokens / max(stats.num_steps, 1)  # at most 1 without a batch
+    """Return the number of tokens per step as evidence that requests ran in a batch; "" if they did not."""
+    sampled = stats.num_sampled_tokens / max(stats.num_steps, 1)  # 1 or less without a batch
     return f"{sampled:.1f} tokens sampled per step" if sampled > 1 else ""
 
 
 def _cached(stats: EngineStats) -> str:
+    """Return the number of cached prompt tokens as evidence for the prefix cache; "" if there are none."""
     return f"{stats.num_cached_tokens} prompt tokens from the cache" if stats.num_cached_tokens else ""
 
 
 def _chunks(stats: EngineStats) -> str:
+    """Return the chunk size as evidence that prompts were divided; "" without prompts."""
     return f"chunks of at most {CHUNK} tokens" if stats.num_prefill_tokens else ""
 
 
 def _preemptions(stats: EngineStats) -> str:
+    """Return the number of preemptions as evidence that there were any; "" if not."""
     return f"preemptions: {stats.num_preemptions}" if stats.num_preemptions else ""
 
 
 def _steps(stats: EngineStats) -> str:
+    """Return the number of steps per dispatch as evidence for multi-step decode; "" if it was 1."""
     per_dispatch = stats.num_steps / max(stats.num_dispatches, 1)
     return f"{per_dispatch:.1f} steps per dispatch, dispatched ahead" if per_dispatch > 1 else ""
 
 
 def _drafts(stats: EngineStats) -> str:
+    """Return the numbers of drafted and accepted tokens as evidence for speculation; "" without drafts."""
     drafted = stats.num_drafted_tokens
     return f"{stats.num_accepted_tokens} of {drafted} drafted tokens accepted" if drafted else ""
 
 
 def _devices(stats: EngineStats) -> str:
+    """Return the number of devices as evidence for tensor parallelism."""
     return "2 devices"
 
 

@@ -81,6 +81,7 @@ def _num_same(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _logprobs(output: CompletionOutput) -> Sequence[dict[int, Logprob]]:
+    """Return an output's log probabilities by position and token id."""
     assert output.logprobs is not None, "the workload asks for them"
     return output.logprobs
 

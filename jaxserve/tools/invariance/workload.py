@@ -46,6 +46,7 @@ class Job:
 
     @property
     def is_greedy(self) -> bool:
+        """True if each token is the most likely one."""
         return self.params.temperature == 0
 
 

@@ -187,7 +187,7 @@ def _advised(plan: Plan, config: EngineConfig, memory: Memory, advises: bool) ->
 
 
 def decode_bucket(schedule: ScheduleConfig) -> int:
-    """Return the bucket for a step with max_num_seqs decoding rows."""
+    """Return the padded number of tokens in a step with max_num_seqs decoding rows."""
     return min(size for size in schedule.buckets() if size >= schedule.max_num_seqs)
 
 

@@ -82,7 +82,7 @@ class StepCompiler:
     linear_backend: str = "auto"
 
     def step_programs(self, arch: ArchConfig, buckets: Sequence[int]) -> list[StepProgram]:
-        """Compile the steps for `buckets` and return the resources that each needs.
+        """Compile a step for each number of tokens in `buckets`, and return the resources that each needs.
 
         Raises:
             ConfigError: they cannot be compiled.
@@ -97,7 +97,7 @@ class StepCompiler:
         ]
 
     def compile(self, arch: ArchConfig, buckets: Sequence[int]) -> list[jax.stages.Compiled]:
-        """Compile the steps for `buckets`, with all layers of `arch`.
+        """Compile and return a step for each number of tokens in `buckets`, with all layers of `arch`.
 
         Raises:
             ConfigError: they cannot be compiled.
@@ -178,6 +178,7 @@ def abstract_params(
     whole, is_multiplied = {spec.path: spec for spec in specs}, multiplied(specs)
 
     def tensor(spec: ParamSpec) -> Any:
+        """Return a parameter's weight with shapes in place of arrays."""
         row_format = form.at(whole[spec.path]) or plain.FORMAT
         stored_dtype = spec.dtype(dtype, matrix_dtype) if row_format is plain.FORMAT else dtype
         if native and is_multiplied(spec) and row_format.native_dtype(stored_dtype) is not None:

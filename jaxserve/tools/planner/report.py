@@ -264,8 +264,10 @@ def _compared(candidate: Candidate) -> Row:
 
 
 def _usd(price: float | None) -> str:
+    """Format dollars; "" if the price is unknown."""
     return "" if price is None else f"{price:.2f}"
 
 
 def _gb(num_bytes: int) -> str:
+    """Format a size in GB."""
     return f"{num_bytes / 1e9:.2f} GB"

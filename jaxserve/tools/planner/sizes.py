@@ -213,7 +213,17 @@ def _memory(
     kv_dtype: jnp.dtype,
     backend: str,
 ) -> Memory:
-    """Return the memory per device without the temporaries, which are known only after compilation."""
+    """Return the memory per device without the temporaries, which are known only after compilation.
+
+    Args:
+        config: engine options.
+        sheet: the chip's data sheet; None for this machine's CPU.
+        local: one device's part of the model.
+        weight_bytes: size of its weights.
+        schedule: step sizes.
+        kv_dtype: KV pool's dtype.
+        backend: attention backend.
+    """
     page = page_bytes(local, schedule.page_size, kv_dtype, backend)
     state = abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend)
     slots = tree_bytes((state.slots, state.states))

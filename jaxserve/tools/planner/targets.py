@@ -65,6 +65,7 @@ class Target:
 
     @property
     def num_chips(self) -> int:
+        """Number of chips."""
         return math.prod(self.shape)
 
     @property
@@ -74,6 +75,7 @@ class Target:
 
     @property
     def devices_per_chip(self) -> int:
+        """jax devices per chip."""
         return self.sheet.devices_per_chip if self.sheet else 1
 
     @property
@@ -88,7 +90,7 @@ class Target:
 
     @property
     def topology(self) -> str:
-        """Shape as `Chip.devices` takes it."""
+        """Number of chips in each dimension as a string for `Chip.devices`, such as 2x2x1."""
         return "x".join(map(str, self.shape if len(self.shape) > 1 else (1, 1, *self.shape)))
 
 

@@ -177,6 +177,7 @@ class _PendingTensor:
 
     @property
     def nbytes(self) -> int:
+        """Size of the array."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
@@ -286,6 +287,7 @@ class _Run:
         embed = jax.jit(decoder.embed_tokens, static_argnums=1)
 
         def hidden(ids: NDArray[np.int32]) -> NDArray[Any]:
+            """Return the embeddings [sequences, tokens, D] of token ids."""
             positions = np.tile(np.arange(ids.shape[1]), len(ids))
             return np.asarray(embed(params, self._arch, ids.reshape(-1), positions)).reshape(*ids.shape, -1)
 
@@ -392,7 +394,7 @@ def _choose(scheme: Scheme, grid: Grid, weight: Array, stats: InputStats | None)
 
 
 def _relative_error(weight: Array, values: Array, stats: InputStats | None) -> Array:
-    """Return the squared error of rounded `values`, in outputs if input statistics are known, else in weights."""
+    """Return the squared error of rounded `values` relative to the squared outputs, or weights without `stats`."""
     if stats is None:
         error, total = jnp.sum(jnp.square(weight - values)), jnp.sum(jnp.square(weight))
     else:

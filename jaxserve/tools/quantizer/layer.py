@@ -44,11 +44,13 @@ def _kind(arch: ArchConfig, layer: int) -> int:
 
 @partial(jax.jit, static_argnames=("arch", "kind"), donate_argnames="stats")
 def _add_stats(p: Params, x: Array, stats: Stats, *, arch: ArchConfig, kind: int) -> Stats:
+    """Return the statistics of `_apply` in one compiled program, which donates `stats`."""
     return _apply(p, x, stats, arch, kind)[1]
 
 
 @partial(jax.jit, static_argnames=("arch", "kind"))
 def _run(p: Params, x: Array, stats: Stats, *, arch: ArchConfig, kind: int) -> tuple[Array, Stats]:
+    """Call `_apply` as one compiled program."""
     return _apply(p, x, stats, arch, kind)
 
 
@@ -86,6 +88,7 @@ class _SequenceAttention(Attention):
     def attend(
         self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
     ) -> tuple[Array, "_SequenceAttention"]:
+        """Return each query head's attention output [T, Q, H], and this object unchanged; keys are not stored."""
         assert k is not None, "no layer shares another one's keys"
         if layer.rope is not None:
             q, k = apply_rope(q, layer.rope), apply_rope(k, layer.rope)
@@ -94,6 +97,7 @@ class _SequenceAttention(Attention):
         seen = (distance >= 0) & (distance < (attention.window or self.seq_len))
 
         def one(sequence: tuple[Array, Array, Array]) -> Array:
+            """Return the attention output of one sequence's queries, keys and values."""
             q, k, v = sequence
             scores = jnp.einsum("skgh,tkh->kgst", q.reshape(-1, K, Q // K, H), k) * attention.scale
             if attention.soft_cap is not None:

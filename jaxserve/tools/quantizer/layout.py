@@ -93,5 +93,5 @@ def pack(codes: NDArray[np.int8], bits: int) -> NDArray[np.int32]:
 
 
 def scale_dtype(checkpoint_dtype: str) -> np.dtype:
-    """Return the dtype in which scales are stored: that of the checkpoint's other tensors."""
+    """Return the numpy dtype for a checkpoint's dtype, in which its scales are stored."""
     return np.dtype(ml_dtypes.bfloat16) if checkpoint_dtype == "bfloat16" else np.dtype(checkpoint_dtype)

@@ -44,6 +44,7 @@ def search_scales(weight: Float[Array, "out in"], gram: Float[Array, "in in"], g
     blocks = gram.reshape(num_groups, size, num_groups, size)[groups, :, groups]  # [groups, size, size]
 
     def try_ratio(best: tuple[Array, Array], ratio: Array) -> tuple[tuple[Array, Array], None]:
+        """Return the least errors and their scales so far, with the scales `largest * ratio` tried, too."""
         scale = grid.stored(largest * ratio)
         difference = (weight - grid.rounded(weight, scale)).reshape(out, num_groups, size)
         spread = jnp.einsum("ogi,gij->ogj", difference, blocks, precision=lax.Precision.HIGHEST)
@@ -83,6 +84,7 @@ def gptq(weight: Float[Array, "out in"], gram: Float[Array, "in in"], scale: Sca
     w, scales = (jnp.pad(x, ((0, padding), (0, 0)), constant_values=1) for x in (w, scales))
 
     def round_block(block: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Round a block of columns; return the weights, compensated in later columns, and all codes so far."""
         w, codes = carry
         start = block * _BLOCK
         rows = lax.dynamic_slice_in_dim(factor, start, _BLOCK)
@@ -90,6 +92,7 @@ def gptq(weight: Float[Array, "out in"], gram: Float[Array, "in in"], scale: Sca
         block_scales = lax.dynamic_slice_in_dim(scales, start, _BLOCK)
 
         def round_column(column: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            """Round a column; return the block's weights, compensated in later columns, its errors and its codes."""
             w, errors, codes = carry
             code = grid.nearest(w[column] / block_scales[column])
             error = (w[column] - code.astype(w.dtype) * block_scales[column]) / within[column, column]

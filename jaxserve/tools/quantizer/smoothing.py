@@ -98,6 +98,7 @@ def search_factors(
     magnitude = jnp.maximum(magnitude / jnp.maximum(magnitude.max(), 1e-30), _SMALLEST)
 
     def try_strength(best: tuple[Array, Array], strength: Array) -> tuple[tuple[Array, Array], None]:
+        """Return the least error and its factors so far, with the factors of an exponent tried, too."""
         factor = magnitude**strength
         factor = jnp.clip(factor / jnp.sqrt(factor.max() * factor.min()), _SMALLEST, _LARGEST)
         inputs = channels.inputs(factor)[None, :]
