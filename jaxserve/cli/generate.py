@@ -103,9 +103,5 @@ def _stats(output: "RequestOutput") -> str:
 
 
 COMMAND = Command(
-    "generate",
-    "complete a prompt and stream the text",
-    _add_flags,
-    _run,
-    usage="%(prog)s [OPTIONS] [PROMPT]",
+    "generate", "complete a prompt and stream the text", _add_flags, _run, usage="%(prog)s [OPTIONS] [PROMPT]"
 )

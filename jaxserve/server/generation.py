@@ -35,9 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_COSTLY = {  # fields that take time to read, however short they are
-    *("response_format", "structured_outputs", "text", "output_config", "tools", "bad_words"),
-}
+# Fields that take time to read, however short they are.
+_COSTLY = {"response_format", "structured_outputs", "text", "output_config", "tools", "bad_words"}
 MAX_SHORT = 8  # prompts, or samples per prompt, that are read on the loop
 
 

@@ -36,13 +36,7 @@ class Upload:
 
 
 async def receive_form(
-    receive: Receive,
-    headers: Headers,
-    path: Path,
-    *,
-    max_bytes: int,
-    timeout_s: float,
-    hold: Callable[[int], None],
+    receive: Receive, headers: Headers, path: Path, *, max_bytes: int, timeout_s: float, hold: Callable[[int], None]
 ) -> Upload:
     """Receive a multipart form, write its part `file` to `path`, and return the form.
 

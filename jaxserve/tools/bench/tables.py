@@ -6,12 +6,7 @@ from jaxserve.tools.bench.report import median_run, offered_rate
 from jaxserve.tools.bench.summary import Json
 from jaxserve.tools.figures.tables import Row, align, number
 
-_LATENCIES = (
-    ("TTFT (ms)", "ttft_ms"),
-    ("TPOT (ms)", "tpot_ms"),
-    ("ITL (ms)", "itl_ms"),
-    ("end to end (ms)", "e2e_ms"),
-)
+_LATENCIES = (("TTFT (ms)", "ttft_ms"), ("TPOT (ms)", "tpot_ms"), ("ITL (ms)", "itl_ms"), ("end to end (ms)", "e2e_ms"))
 _STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 

@@ -18,15 +18,7 @@ from numpy.typing import NDArray
 from jaxserve.api.schema import ANY, FILLED_TEXT, OBJECT, Schema, integer, list_of, number
 from jaxserve.errors import ConfigError
 
-BUILT_IN = (
-    "mixed-64",
-    "single",
-    "shared-prefix-64",
-    "long-tail-128",
-    "long-prompts-32",
-    "poisson-128",
-    "chat-16x4",
-)
+BUILT_IN = ("mixed-64", "single", "shared-prefix-64", "long-tail-128", "long-prompts-32", "poisson-128", "chat-16x4")
 LOWEST_ID = 10  # smaller ids tend to be special tokens
 
 _LENGTHS_SEED = 20261121

@@ -57,11 +57,7 @@ class QuantizedCheckpoint:
 
 
 def quantize_checkpoint(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    options: QuantizeOptions,
-    *,
-    use_tqdm: bool = False,
+    source: str | os.PathLike[str], target: str | os.PathLike[str], options: QuantizeOptions, *, use_tqdm: bool = False
 ) -> QuantizedCheckpoint:
     """Write a checkpoint with quantised layers in the compressed-tensors layout.
 
