@@ -79,23 +79,16 @@ _GLM_DEFAULTS = {
     "mlp_layer_types": None,
     "first_k_dense_replace": 1,
 }
+_SIZES = (
+    *("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    *("moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
+)
 _FIELDS = {
-    "num_attention_heads": SIZE,
-    "num_key_value_heads": SIZE.or_null(),
-    "kv_lora_rank": SIZE,
-    "q_lora_rank": SIZE.or_null(),
-    "qk_nope_head_dim": SIZE,
-    "qk_rope_head_dim": SIZE,
-    "v_head_dim": SIZE,
-    "moe_intermediate_size": SIZE,
-    "n_routed_experts": SIZE,
-    "n_shared_experts": SIZE,
+    **dict.fromkeys(_SIZES, SIZE),
+    **dict.fromkeys(("num_key_value_heads", "q_lora_rank", "n_group", "topk_group"), SIZE.or_null()),
+    **dict.fromkeys(("norm_topk_prob", "rope_interleave"), SWITCH),
     "routed_scaling_factor": POSITIVE,
-    "norm_topk_prob": SWITCH,
-    "n_group": SIZE.or_null(),
-    "topk_group": SIZE.or_null(),
     "first_k_dense_replace": COUNT,
-    "rope_interleave": SWITCH,
     "mlp_bias": FieldType("false: biases of experts are not supported", lambda value: value is False),
     "moe_layer_freq": FieldType("1: only the first layers may lack experts", lambda value: value == 1),
 }

@@ -17,12 +17,7 @@ from jaxserve.models.layer_kinds import FULL, SLIDING, read_kinds, read_windows
 from jaxserve.models.layer_tensors import MoeNames, TensorNames
 from jaxserve.models.mamba import mamba, mamba_specs, read_mamba
 
-_FACTORS = {
-    "embedding_multiplier": POSITIVE,
-    "attention_multiplier": POSITIVE,
-    "residual_multiplier": POSITIVE,
-    "logits_scaling": POSITIVE,
-}
+_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _SWA_DEFAULTS = {
     "max_position_embeddings": 8192,
     "num_key_value_heads": 4,
@@ -55,14 +50,15 @@ _NAMES = TensorNames(
 
 def granite_arch(config: HfConfig, **overrides: Any) -> ArchConfig:
     """Parse a Granite config.json; `overrides` as in `llama.arch`."""
-    values = read_fields({**dict.fromkeys(_FACTORS, 1.0), **config}, _FACTORS)
+    values = read_fields({**dict.fromkeys(_FACTORS, 1.0), **config}, dict.fromkeys(_FACTORS, POSITIVE))
+    embed_scale, scale, residual_scale, logits_scaling = (float(values[name]) for name in _FACTORS)
     return llama.arch(
         config,
         **overrides,
-        embed_scale=float(values["embedding_multiplier"]),
-        scale=float(values["attention_multiplier"]),
-        residual_scale=float(values["residual_multiplier"]),
-        logit_scale=1.0 / float(values["logits_scaling"]),
+        embed_scale=embed_scale,
+        scale=scale,
+        residual_scale=residual_scale,
+        logit_scale=1.0 / logits_scaling,
     )
 
 

@@ -95,11 +95,7 @@ _ROPE_OPTIONS: dict[str, dict[str, FieldType]] = {
     "yarn": {
         "factor": POSITIVE,
         ORIGINAL_LENGTH: SIZE,
-        "beta_fast": NUMBER.or_null(),
-        "beta_slow": NUMBER.or_null(),
-        "mscale": NUMBER.or_null(),
-        "mscale_all_dim": NUMBER.or_null(),
-        "attention_factor": NUMBER.or_null(),
+        **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"), NUMBER.or_null()),
         "truncate": SWITCH.or_null(),
     },
 }

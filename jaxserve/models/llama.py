@@ -23,28 +23,22 @@ from jaxserve.models.hf_config import (
 )
 from jaxserve.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "max_position_embeddings"),
+)
 _FIELDS = {
-    "vocab_size": SIZE,
-    "hidden_size": SIZE,
-    "num_hidden_layers": SIZE,
-    "num_attention_heads": SIZE,
-    "num_key_value_heads": SIZE.or_null(),
-    "head_dim": SIZE.or_null(),
-    "intermediate_size": SIZE,
-    "max_position_embeddings": SIZE,
+    **dict.fromkeys(_SIZES, SIZE),
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), SIZE.or_null()),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), SWITCH),
     "rms_norm_eps": POSITIVE,
     "hidden_act": one_of(["silu"]),
-    "tie_word_embeddings": SWITCH,
-    "attention_bias": SWITCH,
-    "mlp_bias": SWITCH,
 }
 _DEFAULTS = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias"), False),
 }
 _ATTENTION_FIELDS = {field.name for field in dataclasses.fields(AttentionSpec)}
 

@@ -49,17 +49,14 @@ _DEFAULTS = {
     "mamba_proj_bias": False,
     "time_step_limit": [0.0, _INFINITY],
 }
+_SIZES = (
+    *("hidden_size", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
+    "mamba_chunk_size",  # has no influence on results
+)
 _FIELDS = {
-    "hidden_size": SIZE,
-    "mamba_n_heads": SIZE,
-    "mamba_n_groups": SIZE,
-    "mamba_d_state": SIZE,
+    **dict.fromkeys(_SIZES, SIZE),
     "mamba_d_head": FieldType("a positive integer or 'auto'", lambda value: value == "auto" or SIZE.holds(value)),
-    "mamba_d_conv": SIZE,
-    "mamba_expand": SIZE,
-    "mamba_chunk_size": SIZE,  # has no influence on results
-    "mamba_conv_bias": SWITCH,
-    "mamba_proj_bias": SWITCH,
+    **dict.fromkeys(("mamba_conv_bias", "mamba_proj_bias"), SWITCH),
     "time_step_limit": FieldType("two numbers, 0 <= least <= greatest", _is_limit),
 }
 

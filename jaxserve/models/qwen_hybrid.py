@@ -36,13 +36,12 @@ _DEFAULTS = {
     "linear_num_value_heads": 32,
     "attn_output_gate": True,
 }
+_SIZES = (
+    *("full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+)
 _FIELDS = {
-    "full_attention_interval": SIZE,
-    "linear_conv_kernel_dim": SIZE,
-    "linear_key_head_dim": SIZE,
-    "linear_value_head_dim": SIZE,
-    "linear_num_key_heads": SIZE,
-    "linear_num_value_heads": SIZE,
+    **dict.fromkeys(_SIZES, SIZE),
     "attn_output_gate": FieldType("true: attention without a gate is not supported", lambda value: value is True),
 }
 _DENSE_DEFAULTS = {**_DEFAULTS, "num_key_value_heads": 4}
