@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxserve.layers.weight_formats.activations import E4M3_MAX
 from jaxserve.layers.weight_formats.stored import SchemeFormat, StoredMatrix
-from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat, slab_rows
+from jaxserve.layers.weight_formats.weight_format import Leaf, Row, slab_rows
 from jaxserve.weights import Activation, Scheme, StoredTensor, host_buffer
 
 _SCHEME = Scheme(
@@ -26,24 +26,13 @@ _SCHEME = Scheme(
 )
 
 
-class Float8Rows(WeightFormat):
-    """`StoredMatrix` with e4m3 elements for every matrix."""
-
-    name = "fp8"
-    _stored = SchemeFormat(_SCHEME)
-
-    def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
-        """Return elements and scales; devices with different columns from the same rows have the same scales."""
-        return self._stored.leaves(row, shape, dtype)
+class Float8Rows(SchemeFormat):
+    """`StoredMatrix` with e4m3 elements for every matrix; devices with different columns have the same scales."""
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
         """Return the elements and scales of whole rows."""
         scale = scales(rows)
         return rounded(rows, scale), scale[:, None]
-
-    def weight(self, *leaves: Any) -> StoredMatrix:
-        """Return the matrix for elements and scales."""
-        return self._stored.weight(*leaves)
 
     def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
         """Read whole rows for their scales, then a device's columns for its elements."""
@@ -66,7 +55,7 @@ class Float8Rows(WeightFormat):
         return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
 
 
-FORMAT = Float8Rows()
+FORMAT = Float8Rows(_SCHEME)
 
 
 def scales(rows: NDArray[Any]) -> NDArray[np.float32]:
