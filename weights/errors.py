@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_MAX_LISTED = 32
-
 
 class CheckpointError(ValueError):
     """Raised if a checkpoint cannot be read or does not match the model."""
@@ -27,12 +25,12 @@ class Mismatch:
             "of another shape": self.misshapen,
             "of an unsupported dtype": self.mistyped,
         }
-        lines = [f"  {len(names)} {label}: {_listed(names)}" for label, names in differences.items() if names]
+        lines = [f"  {len(names)} {label}: {listed(names, 32)}" for label, names in differences.items() if names]
         if lines:
             raise CheckpointError("\n".join([f"{where} must hold the tensors of the model, got", *lines, advice]))
 
 
-def _listed(names: Sequence[str]) -> str:
-    """Return the first 32 names, and the number of the others."""
-    more = len(names) - _MAX_LISTED
-    return ", ".join(names[:_MAX_LISTED]) + (f", and {more} more" if more > 0 else "")
+def listed(names: Sequence[str], max_listed: int = 8) -> str:
+    """Return the first `max_listed` names, and the number of the others."""
+    more = len(names) - max_listed
+    return ", ".join(names[:max_listed]) + (f", and {more} more" if more > 0 else "")

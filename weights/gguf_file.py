@@ -5,7 +5,7 @@ The gguf package reads it; it is imported only for such files.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.errors import CheckpointError, listed
 from jaxserve.weights.gguf_blocks import BLOCK_TYPES, Bytes
 from jaxserve.weights.mapped_array import MappedArray
 
@@ -122,14 +122,14 @@ def parse(files: tuple[tuple[FilePath, int, int], ...]) -> GgufFile:
         name = f"{path.name} with split.no {first.metadata.get('split.no')} and split.count {num_shards}"
         raise first.fault("be the first of a model's files, named -00001-of-00003.gguf if there are 3", name, AGAIN)
     if absent := [file.name for file in expected if file not in [found for found, *_ in files]]:
-        raise first.fault(f"have all {num_shards} files of the model beside it", f"{_listed(absent)} absent", AGAIN)
+        raise first.fault(f"have all {num_shards} files of the model beside it", f"{listed(absent)} absent", AGAIN)
     tensors = dict(first.tensors)
     for i, (file, _, num_bytes) in enumerate(files[1:], 1):
         shard = _parse_file(file, num_bytes)
         if [shard.metadata.get(key) for key in ("split.no", "split.count")] != [i, num_shards]:
             raise shard.fault(f"be number {i} of {num_shards} files", shard.metadata.get("split.no"), AGAIN)
         if again := tensors.keys() & shard.tensors.keys():
-            raise shard.fault("have tensors that the files before it lack", _listed(sorted(again)), AGAIN)
+            raise shard.fault("have tensors that the files before it lack", listed(sorted(again)), AGAIN)
         tensors |= shard.tensors
     if (count := first.metadata.get("split.tensors.count")) not in (None, len(tensors)):
         raise first.fault(f"have {count} tensors in its {num_shards} files", len(tensors), AGAIN)
@@ -219,18 +219,13 @@ def _check(file: GgufFile) -> None:
     allowed = [*FLOATS, *BLOCK_TYPES]
     if others := [f"{name} of {t.type}" for name, t in file.tensors.items() if t.type not in allowed]:
         raise file.fault(
-            f"have tensors of the types {', '.join(allowed)}", _listed(others), "quantise the model to one of these"
+            f"have tensors of the types {', '.join(allowed)}", listed(others), "quantise the model to one of these"
         )
     if vectors := [f"{name} {t.type} {list(t.shape)}" for name, t in file.tensors.items() if _is_wrong(name, t)]:
-        raise file.fault("have quantised types only for matrices", _listed(vectors), "quantise the model again")
+        raise file.fault("have quantised types only for matrices", listed(vectors), "quantise the model again")
 
 
 def _is_wrong(name: str, tensor: GgufTensor) -> bool:
     """Return whether a tensor is quantised but neither a matrix nor a stack of experts' matrices."""
     num_dims = 3 if name.endswith("_exps.weight") else 2
     return tensor.type not in FLOATS and (len(tensor.shape) != num_dims or not name.endswith(".weight"))
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first 8 names, and the number of the others."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 _SWITCH = "tie_word_embeddings"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # suffixes of architectures with logits
-_EMBEDDINGS = ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in")
+_EMBEDDINGS = ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in", "embed_tokens", "wte", "embed_in")
 _BLOCK_BYTES = 4 << 20
 _EMBED, _HEAD = "embed", "lm_head"  # in parameter trees
 HEAD_NAMES = tuple(f"{module}.weight" for module in HEADS)
@@ -39,7 +39,7 @@ def with_stored_switch(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
     names = config.get("architectures")
     if not (isinstance(names, list) and names and isinstance(names[0], str) and names[0].endswith(_GENERATORS)):
         return dict(config)
-    head, embeddings = _module(tensors, HEADS), _module(tensors, (*_EMBEDDINGS, *map(_last_part, _EMBEDDINGS)))
+    head, embeddings = _module(tensors, HEADS), _module(tensors, _EMBEDDINGS)
     if not head and not embeddings:
         return dict(config)
     text = config.get("text_config")
@@ -102,11 +102,6 @@ def dropped_heads(specs: Sequence[TensorRow], tensors: Mapping[str, Tensor]) -> 
     embed = next((tensors.get(row.hf_names[0]) for row in specs if row.path == (_EMBED,)), None)
     left_out = [name for name in HEAD_NAMES if name in tensors and name not in expected]
     return [name for name in left_out if embed is None or not _is_equal(tensors[name], embed)]
-
-
-def _last_part(module: str) -> str:
-    """Return the last component of a dotted name."""
-    return module.rpartition(".")[2]
 
 
 def _module(tensors: Mapping[str, TensorT], modules: Collection[str]) -> dict[str, TensorT]:
