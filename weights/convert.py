@@ -100,7 +100,7 @@ def _check_directories(source: FilePath, target: FilePath) -> None:
 
 
 def _copy_others(source: FilePath, target: FilePath) -> None:
-    """Copy all files except weights in any format and hidden files; among folders only templates and modules."""
+    """Copy the model's other files to `target`: not weights or hidden files; of folders only templates and modules."""
     for file in source.iterdir() if source.is_dir() else ():
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(file, target / file.name)

@@ -51,7 +51,7 @@ def dummy(
 
 @lru_cache(maxsize=64)
 def _generator(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None) -> Callable[[Array], Array]:
-    """Return a compiled program for one shape; a model's many tensors have few shapes."""
+    """Return a compiled function from a key to random values; cached, as a model's many tensors have few shapes."""
     return jax.jit(partial(_nearly_normal, shape=shape, dtype=dtype), out_shardings=sharding)
 
 

@@ -50,7 +50,10 @@ class BlockType(NamedTuple):
 
 
 def _bit_fields(packed: Bytes, width: int, run: int) -> Bytes:
-    """Return all `width`-bit values, from each `run` bytes first the lowest bits in every byte, then the next."""
+    """Return all `width`-bit values in bytes [rows, blocks, bytes].
+
+    For each `run` bytes the lowest bits in every byte come first, then the next ones.
+    """
     groups = packed.reshape(*packed.shape[:2], -1, 1, run)
     values: Bytes = groups >> np.arange(0, 8, width, dtype=np.uint8)[:, None] & np.uint8((1 << width) - 1)
     return values.reshape(*packed.shape[:2], -1)
@@ -62,37 +65,40 @@ def _float16(blocks: Bytes, start: int) -> NDArray[np.float32]:
 
 
 def _five_bits(blocks: Bytes, start: int) -> NDArray[np.int8]:
-    """Return elements from 0 to 31: from byte `start`, 4 bytes hold their highest bits and 16 the low four."""
+    """Return Q5_0's or Q5_1's elements, 0 to 31.
+
+    From byte `start` on, 4 bytes hold the elements' highest bits and 16 the low four.
+    """
     high = np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little")
     return (_bit_fields(blocks[..., start + 4 :], 4, 16) | high << np.uint8(4)).view(np.int8)
 
 
 def _q2_k_grid(blocks: Bytes, *, minima: bool) -> NDArray[np.float32]:
-    """Return scales or minima: four bits times the first or second float16 after the elements."""
+    """Return Q2_K's scales or minima: four bits times the first or second float16 after the elements."""
     fours = blocks[..., :16] >> np.uint8(4) if minima else blocks[..., :16] & np.uint8(15)
     return fours.astype(np.float32) * _float16(blocks, 82 if minima else 80)
 
 
 def _q3_k_elements(blocks: Bytes) -> Bytes:
-    """Return element pairs, from -4 to 3 plus 8; the first 32 bytes hold the third bits."""
+    """Return Q3_K's element pairs, from -4 to 3 plus 8; the first 32 bytes hold the third bits."""
     third = _bit_fields(blocks[..., :32], 1, 32) << np.uint8(2)
     return packed_pairs(_bit_fields(blocks[..., 32:96], 2, 32) + third + np.uint8(4))
 
 
 def _q3_k_scale(blocks: Bytes) -> NDArray[np.float32]:
-    """Return scales: six bits, less 32, times the last float16; bytes with the low four bits come first."""
+    """Return Q3_K's scales: six bits, less 32, times the last float16; bytes with the low four bits come first."""
     sixes = _bit_fields(blocks[..., 96:104], 4, 8) | _bit_fields(blocks[..., 104:108], 2, 4) << np.uint8(4)
     return (sixes.astype(np.float32) - np.float32(32)) * _float16(blocks, 108)
 
 
 def _q5_k_elements(blocks: Bytes) -> NDArray[np.int8]:
-    """Return elements from 0 to 31: bytes 16 to 47 hold the highest bits, the rest the low four."""
+    """Return Q5_K's elements, 0 to 31: bytes 16 to 47 hold the highest bits, the rest the low four."""
     high = _bit_fields(blocks[..., 16:48], 1, 32)
     return (_bit_fields(blocks[..., 48:], 4, 32) | high << np.uint8(4)).view(np.int8)
 
 
 def _k_grid(blocks: Bytes, *, minima: bool) -> NDArray[np.float32]:
-    """Return scales or minima: six bits times the first or second float16 in a block."""
+    """Return Q4_K's or Q5_K's scales or minima: six bits times the first or second float16 in a block."""
     scales, mins, rest = (blocks[..., start : start + 4] for start in (4, 8, 12))
     first, low = (mins, rest >> np.uint8(4)) if minima else (scales, rest & np.uint8(15))
     sixes = np.concatenate([first & np.uint8(63), low | first >> np.uint8(2) & np.uint8(48)], axis=-1)
@@ -100,13 +106,13 @@ def _k_grid(blocks: Bytes, *, minima: bool) -> NDArray[np.float32]:
 
 
 def _q6_k_elements(blocks: Bytes) -> NDArray[np.int8]:
-    """Return elements; for each 128 columns, 64 bytes hold the low four bits and 32 the high two."""
+    """Return Q6_K's elements; for each 128 columns, 64 bytes hold the low four bits and 32 the high two."""
     high = _bit_fields(blocks[..., 128:192], 2, 32)
     return (_bit_fields(blocks[..., :128], 4, 64) | high << np.uint8(4)).view(np.int8) - np.int8(32)
 
 
 def _q6_k_scale(blocks: Bytes) -> NDArray[np.float32]:
-    """Return scales: 16 signed bytes times the last float16."""
+    """Return Q6_K's scales: 16 signed bytes times the last float16."""
     return blocks[..., 192:208].view(np.int8).astype(np.float32) * _float16(blocks, 208)
 
 

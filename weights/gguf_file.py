@@ -194,7 +194,7 @@ def _header_reader(path: FilePath) -> Any:
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    """Return a tensor's shape; ValueError if it is empty, or contradicts the number of bytes (overflow)."""
+    """Return the shape of the gguf package's tensor; ValueError if it is empty or contradicts its bytes."""
     from gguf import GGML_QUANT_SIZES  # noqa: PLC0415 - optional, and needed only for such files
 
     shape = tuple(map(int, reversed(tensor.shape)))
@@ -205,7 +205,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _strings_size(data: Bytes, start: int, count: int) -> int:
-    """Return the size of consecutive length-prefixed strings; ValueError if they exceed the file."""
+    """Return the bytes of `count` length-prefixed strings from byte `start` on; ValueError if they exceed the file."""
     view, offset = data.data, start
     for _ in range(count):
         if offset + 8 > len(view):

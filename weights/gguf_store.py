@@ -113,7 +113,7 @@ def open_tensors(path: FilePath) -> Tensors:
 
 
 def _each_matrix(file: GgufFile, model: GgufModel, name: str) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield the Hugging Face tensors in a tensor: itself, its experts, or its queries, keys and values."""
+    """Yield a tensor by its Hugging Face name, split into experts or into queries, keys and values if it fuses them."""
     tensor, hf_name = file.tensors[name], model.hf_name(name)
     if "*" in hf_name and len(tensor.shape) == 3:
         for expert in range(tensor.shape[0]):
@@ -195,7 +195,7 @@ def _head_size(file: GgufFile) -> int:
 
 
 def _gemma(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields for Gemma 2 and 3; some are not in the file, but follow from the sizes."""
+    """Return config.json fields for Gemma 2 and 3; some are not in the file, but follow from the sizes."""
     name, theta = file.architecture, _number(file, "rope.freq_base_swa", float, 10000.0)
     is_deep = config["num_hidden_layers"] == _DEEP_GEMMAS[name]
     scalar = config["hidden_size"] // config["num_attention_heads"] if is_deep else config["head_dim"]
@@ -218,7 +218,7 @@ def _gemma(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phi(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Phi-3's window, and its LongRoPE, whose factors are tensors in the file."""
+    """Return config.json fields for Phi-3: its window, and LongRoPE, whose factors are tensors in the file."""
     window = file.get("attention.sliding_window") or None
     original = _number(file, "rope.scaling.original_context_length", int, config["max_position_embeddings"])
     fields: dict[str, Any] = {"sliding_window": window, "original_max_position_embeddings": original}
@@ -236,7 +236,7 @@ def _phi(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(file: GgufFile) -> dict[str, Any]:
-    """Return the fields for MoE models; sizes come from the tensors because early files have no keys for them."""
+    """Return config.json fields for MoE models; sizes come from the tensors, as early files have no keys for them."""
     for key, allowed in _EXPERT_DEFAULTS.items():
         if (value := file.get(key)) not in (None, *allowed):
             raise file.fault(f"have {file.architecture}.{key} {' or '.join(map(str, allowed))}, or none", value)

@@ -189,7 +189,12 @@ def _build(
 
 
 def _parts(row: TensorRow, open_tensor: Callable[[str], Part]) -> list[Part]:
-    """Return a parameter's rows as parts of its checkpoint tensors, in order."""
+    """Return the parts of checkpoint tensors that a parameter consists of, in the order of its rows.
+
+    Args:
+        row: the parameter.
+        open_tensor: function that returns a checkpoint tensor by name, still unread.
+    """
     tensors = {name: open_tensor(name) for name in dict.fromkeys(row.hf_names)}
     if row.transposed and not row.stacked:
         tensors = {name: tensor.T for name, tensor in tensors.items()}
@@ -258,7 +263,12 @@ def _with_matrix_axes(specs: Sequence[TensorRow], tensors: dict[str, TensorT]) -
 
 
 def _with_separate_experts(expected: Set[str], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
-    """Return tensors, with views of each expert's matrices if `expected` has these, but one tensor holds them all."""
+    """Split tensors that stack all experts into views of each expert's matrices, if the model expects these.
+
+    Args:
+        expected: tensor names that the model expects.
+        tensors: the checkpoint's tensors by name.
+    """
     found: dict[str, TensorT] = {}
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
@@ -312,7 +322,7 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
 
 
 def _draft_layers(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the prefixes of layers for multi-token prediction, which transformers ignores too."""
+    """Return the name prefixes of layers for multi-token prediction, which transformers ignores too."""
     names = list(names)
     numbered = {name.removesuffix(_DRAFT_PROJECTION) for name in names if name.endswith(_DRAFT_PROJECTION)}
     return tuple(sorted(numbered | {_DRAFTING for name in names if name.startswith(_DRAFTING)}))

@@ -142,13 +142,13 @@ def _open(folder: FilePath, cache_bytes: int) -> dict[str, ChunkedTensor]:
 
 
 def _band_bytes(store: Any) -> int:
-    """Return the size of the first row of chunks."""
+    """Return the bytes in a TensorStore's first row of chunks."""
     chunk_rows = (store.chunk_layout.read_chunk.shape or ())[:1]  # a scalar has none
     return prod((*chunk_rows, *store.shape[1:])) * store.dtype.numpy_dtype.itemsize
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[Sequence[str]]:
-    """Yield names in order, in groups that are written together."""
+    """Yield tensor names in order, in groups that are written together: up to 64 MiB, or one larger tensor."""
     group: list[str] = []
     for name, tensor in tensors.items():
         if group and sum(tensors[other].nbytes for other in group) + tensor.nbytes > _GROUP_BYTES:

@@ -63,7 +63,7 @@ def map_file(file: FilePath) -> dict[str, NDArray[Any]]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a header object; ValueError if it repeats a name, which the format forbids."""
+    """Return a JSON object from its pairs; ValueError if they repeat a name, which the format forbids."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = Counter(name for name, _ in pairs)
@@ -72,7 +72,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _header_len(data: NDArray[np.uint8]) -> int:
-    """Return the header length, checked before any of the header is read."""
+    """Return the header's length in bytes, given the file's bytes; ValueError if it is too large."""
     header_len = int(data[:8].view("<u8")[0])
     max_len = min(data.size - 8, _MAX_HEADER_BYTES)
     if header_len > max_len:

@@ -37,7 +37,7 @@ def module_folders(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def _modules(directory: FilePath) -> list[tuple[str, str]]:
-    """Return each module's type and folder; none if sentence-transformers has written no file."""
+    """Return each module's type and folder from modules.json; none without this file."""
     if not (directory / _MODULES).is_file():
         return []
     entries = read_json(directory / _MODULES)
@@ -69,7 +69,7 @@ def read_embedding_modules(path: str | os.PathLike[str]) -> EmbeddingModules | N
 
 
 def _mode(config: Any) -> str:
-    """Return a pooling module's mode; several are joined by "+"."""
+    """Return the mode in a pooling module's config, such as "mean"; several are joined by "+"."""
     if not isinstance(config, dict):
         return ""
     if isinstance(config.get("pooling_mode"), str):

@@ -188,7 +188,7 @@ def host_rows(array: Any, rows: slice) -> NDArray[Any]:
 
 
 def _pieces(out: NDArray[Any], parts: Sequence[Part], index: Index) -> Iterator[Piece]:
-    """Yield the copies that fill `out` with the slice `index` of all concatenated parts."""
+    """Yield the copies (target, source) that fill `out` with the slice `index` of the concatenated parts."""
     offset = -(index[0].start or 0)  # row of `out` where the current part would begin
     for part in parts:
         low, high = max(0, -offset), min(len(part), len(out) - offset)
@@ -198,7 +198,7 @@ def _pieces(out: NDArray[Any], parts: Sequence[Part], index: Index) -> Iterator[
 
 
 def _blocks(out: NDArray[Any], source: Part) -> Iterator[Piece]:
-    """Yield row blocks, so small that several threads can read one tensor."""
+    """Split a copy from `source` to `out` into row blocks, so small that several threads can read one tensor."""
     step = max(1, _READ_BYTES * len(source) // max(1, source.nbytes))
     for row in range(0, len(source), step):
         yield out[row : row + step], source[row : row + step]

@@ -56,7 +56,7 @@ class Experts(NamedTuple):
     shard_axis: tuple[str, ...] | None = None
 
     def local(self, num_devices: int, shard_axis: tuple[str, ...], num_data_shards: int = 1) -> Experts:
-        """Return the sizes on one device.
+        """Return the experts' sizes on one device.
 
         Args:
             num_devices: number of devices that have all routed experts together.
@@ -106,7 +106,7 @@ def route(
 
 
 def _in_best_groups(ranked: Float[Array, "T E"], experts: Experts) -> Float[Array, "T E"]:
-    """Return the scores in each token's best groups, and minus infinity for all others."""
+    """Return the scores `ranked` with minus infinity for experts outside each token's best expert groups."""
     grouped = ranked.reshape(ranked.shape[0], experts.num_groups, -1)
     group_scores = lax.top_k(grouped, experts.group_scores)[0].sum(axis=-1)
     best = lax.top_k(group_scores, experts.top_groups)[1]
@@ -232,7 +232,7 @@ def apply_experts(
 
 
 def _local_biases(bias: Float[Array, "E N"] | None, first: Any, experts: Experts) -> Float[Array, "held N"] | None:
-    """Return the biases for a device's experts, from index `first` on."""
+    """Return the rows of `bias` for a device's own experts, whose first index is `first`."""
     if bias is None or experts.num_shards == 1:
         return bias
     return lax.dynamic_slice_in_dim(bias, first, experts.num_held)

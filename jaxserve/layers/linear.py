@@ -51,11 +51,11 @@ class LinearContext(NamedTuple):
     num_shards: int = 1
 
     def reduce(self, y: Float[Array, "T out"]) -> Float[Array, "T out"]:
-        """Sum over the devices."""
+        """Return y summed over the devices along `axis`."""
         return y if self.axis is None else lax.psum(y, self.axis)
 
     def finish(self, y: Float[Array, "T out"]) -> Float[Array, "T outputs"]:
-        """Add the bias, apply the activation and add the residual stream."""
+        """Add the bias to y, apply the activation and add the residual stream."""
         if self.bias is not None:
             y += self.bias[None, :].astype(y.dtype)
         y = self.activation(y) if self.activation else y
@@ -209,7 +209,7 @@ class StackedMatrix(Matrix):
         return self.stack.shape[1:]
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
-        """Return `x @ W.T` from a kernel that reads the stack in place, or with the layer's slice."""
+        """Return `x @ W.T`, by a kernel that reads the stack in place if there is one, else with the layer's slice."""
         matrix = self._slice()
         if isinstance(self.stack, Matrix):
             return matrix.multiply_in_stack(x, self.stack, self.layer, context)
@@ -329,7 +329,7 @@ def embed(
 
 
 def _group_tile_rows(num_rows: int, num_groups: int) -> int:
-    """Return the tile size in rows: a power of two near the mean group size."""
+    """Return the rows per tile of a grouped matmul: a power of two near the mean group size, from 8 to 512."""
     mean = 1 << max(0, num_rows // num_groups - 1).bit_length()
     return min(num_rows, max(_MIN_TILE, min(mean, _MAX_TILE)))
 

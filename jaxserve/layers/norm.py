@@ -50,5 +50,5 @@ class Norm:
     function: NormFunction = rms_norm
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """Return the normalised `x`."""
+        """Return x normalised by the norm's function, weight and epsilon."""
         return self.function(x, self.weight, self.eps)

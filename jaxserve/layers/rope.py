@@ -75,7 +75,10 @@ class RopeConfig:
 
 
 def _periods(theta: float, dim: int) -> NDArray[np.float32]:
-    """Return powers of theta, rounded once: one ulp in a frequency is a visible angle at a far position."""
+    """Return `theta ** (i / dim)` for even i below `dim`, one wavelength factor per pair.
+
+    Powers are rounded once: one ulp in a frequency is a visible angle at a far position.
+    """
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return np.power(np.float32(theta), exponent, dtype=np.float64).astype(np.float32)
 
@@ -89,12 +92,12 @@ def _default(freq: NDArray[np.float32], _options: _Options, _theta: float, _dim:
 
 
 def _linear(freq: NDArray[np.float32], options: _Options, _theta: float, _dim: int) -> _Scaling:
-    """Interpolate positions (Chen et al. 2023)."""
+    """Divide all frequencies by the factor in `options`: positions are interpolated (Chen et al. 2023)."""
     return freq / np.float32(options["factor"]), 1.0
 
 
 def _llama3(freq: NDArray[np.float32], options: _Options, _theta: float, _dim: int) -> _Scaling:
-    """Stretch long waves, keep short ones and blend those between, as Llama 3.1 does."""
+    """Divide low frequencies by the factor, keep high ones and blend the frequencies between, as Llama 3.1 does."""
     factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
     turns = options["original_max_position_embeddings"] / (2 * math.pi / freq)
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -102,7 +105,7 @@ def _llama3(freq: NDArray[np.float32], options: _Options, _theta: float, _dim: i
 
 
 def _longrope(_freq: NDArray[np.float32], options: _Options, theta: float, dim: int) -> _Scaling:
-    """Divide each frequency by its own factor (Ding et al. 2024)."""
+    """Return frequencies each divided by its own factor, and the factor on cos and sin (Ding et al. 2024)."""
     factor, trained = options["factor"], options["original_max_position_embeddings"]
     default = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     scaled = 1 / (np.array(options["long_factor"]) * _periods(theta, dim))
@@ -110,7 +113,7 @@ def _longrope(_freq: NDArray[np.float32], options: _Options, theta: float, dim: 
 
 
 def _yarn(freq: NDArray[np.float32], options: _Options, theta: float, dim: int) -> _Scaling:
-    """Scale frequencies by YaRN (Peng et al. 2023), sections 3.2 to 3.4."""
+    """Return frequencies scaled by YaRN, and the factor on cos and sin (Peng et al. 2023, sections 3.2 to 3.4)."""
     factor, trained = options["factor"], options["original_max_position_embeddings"]
 
     def dim_of(turns: float) -> float:
@@ -136,7 +139,7 @@ def _yarn(freq: NDArray[np.float32], options: _Options, theta: float, dim: int) 
 
 
 def _proportional(freq: NDArray[np.float32], options: _Options, _theta: float, dim: int) -> _Scaling:
-    """Rotate only the first pairs, with the same wavelengths as if all pairs were rotated."""
+    """Rotate only the first pairs: return their frequencies as if all pairs were rotated, and 0 for the others."""
     num_rotated = int(options.get("partial_rotary_factor", 1.0) * dim // 2)
     rotated = np.where(np.arange(dim // 2) < num_rotated, freq, 0) / np.float32(options.get("factor", 1.0))
     return rotated.astype(np.float32), 1.0
@@ -177,7 +180,7 @@ class Rotation(NamedTuple):
 
 
 def rotation(positions: Int[Array, " T"], config: RopeConfig | None, head_dim: int) -> Rotation | None:
-    """Return the rotation for layers with this config; None without a config."""
+    """Return the rotation of T tokens in layers with this config; None without a config."""
     if config is None:
         return None
     table = rope_table(positions, config, head_dim)

@@ -48,7 +48,7 @@ class StoredRows:
         return jnp.moveaxis(array.at[place].get(mode="clip"), self.axis, 0)
 
     def block(self, start: Int[Array, ""], num_rows: int) -> Shaped[Array, "rows columns"]:
-        """Return consecutive rows; a slice takes a TPU less memory than a gather."""
+        """Return `num_rows` consecutive rows from `start` on; a slice takes a TPU less memory than a gather."""
         array, start = tie_to_index(self.array, start)
         return jnp.moveaxis(lax.dynamic_slice_in_dim(array, start, num_rows, self.axis), self.axis, 0)
 
@@ -102,7 +102,10 @@ def multiply_by_slabs(
 
 
 def _slab_rows(num_out: int, in_size: int, slab_size: int) -> int:
-    """Return the slab size in rows: the largest power of two that fits, at least 8, or all rows if there are fewer."""
+    """Return the rows per slab of an [num_out, in_size] matrix.
+
+    It is the largest power of two with at most `slab_size` elements, at least 8, or all rows if there are fewer.
+    """
     return min(num_out, 1 << max(8, slab_size // in_size).bit_length() - 1)
 
 

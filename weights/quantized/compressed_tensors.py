@@ -71,7 +71,7 @@ def _rank(target: str) -> int:
 
 
 def _pattern(target: str) -> str:
-    """Return the pattern for a target: a name, `re:` and a pattern, or a class."""
+    """Convert a target to a pattern for `Rule`: it is a name, `re:` and a pattern, or a class."""
     if target.startswith("re:"):
         return target[len("re:") :]
     return f"class:{re.escape(target)}$" if _is_class(target) else f"{re.escape(target)}$"

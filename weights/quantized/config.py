@@ -86,7 +86,7 @@ def _fp8(config: Mapping[str, Any]) -> Schemes:
 
 
 def _left_out(name: str) -> Rule:
-    """Return the rule for modules whose dotted name contains this one, which may itself end in a dot."""
+    """Return a rule that leaves modules unquantised whose dotted name contains `name`, which may end in a dot."""
     return Rule(rf"(.*\.)?{re.escape(name.strip('.'))}(\..*)?$", None)
 
 
@@ -122,7 +122,7 @@ def _modelopt(config: Mapping[str, Any]) -> Schemes:
 
 
 def _glob(name: str) -> str:
-    """Return the pattern for the modules that a name with `*` matches, and for their submodules."""
+    """Convert a name with `*` to a pattern for the modules that it matches, and for their submodules."""
     return rf"(?:{fnmatch.translate(name)}|{re.escape(name)}\..*)"
 
 

@@ -134,7 +134,7 @@ def packed_pairs(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _awq_nibbles(tensor: Any, packed: Bounds, other: Bounds) -> NDArray[np.uint8]:
-    """Return values from a tensor packed along its columns in AWQ's order, [other, packed]."""
+    """Return four-bit values [other, packed] from a tensor in AWQ's order, which packs them along its columns."""
     words = _covering(packed, 8)
     all_bytes = np.ascontiguousarray(_read(tensor, other, words)).view(np.uint8)
     mixed = nibbles(all_bytes).reshape(len(all_bytes), -1, 8)

@@ -218,7 +218,7 @@ class _StackRows:
 
 
 def _unstacked(name: str, tensors: Mapping[Role, Any]) -> dict[Role, Any]:
-    """Return stacked tensors, [matrices, rows, groups, bytes] and [matrices, rows, groups], as matrices."""
+    """Convert stacked tensors, by role, to matrices with all rows; CheckpointError if their shapes do not fit."""
     elements, scale = (tuple(tensors[role].shape) for role in ("elements", "scale"))
     if len(elements) != 4 or elements[:-1] != scale:
         raise CheckpointError(

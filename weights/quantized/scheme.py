@@ -166,7 +166,7 @@ class Schemes:
         return self._first(self._stored(name))
 
     def _stored(self, name: str) -> list[str]:
-        """Return the names that a text model's module may have in the checkpoint."""
+        """Return the names that a text model's module may have in the checkpoint, which may be multimodal."""
         if not self.is_multimodal:
             return [name]
         first, dot, rest = name.partition(".")

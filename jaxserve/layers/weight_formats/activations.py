@@ -62,7 +62,14 @@ def quantize(
 def _scales_of_tokens(
     x: Float32[Array, "T in"], activation: Activation, stored: Scales, axis: MeshAxes | None
 ) -> tuple[Float32[Array, "T 1"], Float32[Array, "T 1"] | None]:
-    """Return each token's scale, and its zero point or None."""
+    """Return each token's activation scale, and its zero point or None.
+
+    Args:
+        x: activations; with an axis, this device's columns.
+        activation: activation scheme without groups.
+        stored: static scales in the checkpoint.
+        axis: mesh axes over which x's columns are sharded.
+    """
     if not activation.dynamic:
         assert stored.scale is not None, "static activations have a scale"
         assert activation.symmetric == (stored.zero is None), "activations have zero points unless they are symmetric"
@@ -113,7 +120,10 @@ def _not_zero(scale: Float32[Array, "..."], elements: str) -> Float32[Array, "..
 
 
 def _powers_of_two(largest: Float32[Array, "T in"], elements: str) -> Float32[Array, "T in"]:
-    """Return MX scales: the largest value's exponent, rounded up from 1.75 on, minus the largest element's exponent."""
+    """Return MX scales for groups whose maximum absolute values are `largest`.
+
+    A scale's exponent is the value's, rounded up from 1.75 on, minus the largest element's.
+    """
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     exponent = jnp.right_shift(bits + (1 << 21), 23) - 127 - _EXPONENTS[elements]
     # The smallest scale is the smallest normal float32, as XLA may flush the others to zero.
@@ -121,7 +131,7 @@ def _powers_of_two(largest: Float32[Array, "T in"], elements: str) -> Float32[Ar
 
 
 def divide(x: Float32[Array, "T in"], by: Float32[Array, "..."]) -> Float32[Array, "T in"]:
-    """Return the exact quotient.
+    """Return the exact quotient `x / by`.
 
     XLA multiplies by the reciprocal if it broadcasts the divisor. With a scale one bit off, a token's largest value is
     no longer halfway between two integers.
@@ -150,7 +160,7 @@ def _largest_of_groups(x: Float32[Array, "T in"], group: int, axis: MeshAxes | N
 
 
 def _rounded(x: Float32[Array, "T in"], elements: str) -> Float32[Array, "T in"]:
-    """Round to the nearest representable values, ties to an even mantissa."""
+    """Round x to the nearest values that the element type has, ties to an even mantissa."""
     if elements == "int8":
         return jnp.clip(jnp.round(x), -128, 127)
     return to_e4m3(x) if elements == "e4m3" else to_e2m1(x)

@@ -74,7 +74,7 @@ class NativeMatrix(Matrix):
 
 
 def _plain_panels(packed: PackedMatrix) -> PackedMatrix:
-    """Return a gated matrix as a plain one, whose panels each have rows of the gate, then rows that it gates."""
+    """Return a gated packed matrix as a plain one, whose panels have gate rows, followed by the rows they gate."""
     if not packed.gated:
         return packed
 
@@ -87,7 +87,7 @@ def _plain_panels(packed: PackedMatrix) -> PackedMatrix:
 
 
 def _plain_rows(packed: PackedMatrix, y: Float[Array, "T columns"]) -> Float[Array, "T out"]:
-    """Reorder outputs computed with `_plain_panels` to the matrix's row order."""
+    """Reorder outputs y of the matrix from `_plain_panels` to the row order of `packed`."""
     if not packed.gated:
         return y
     parts = jnp.swapaxes(y.reshape(len(y), -1, 2, PANEL_ROWS // 2), 1, 2).reshape(len(y), 2, -1)

@@ -304,7 +304,7 @@ class SchemeFormat(WeightFormat):
         return parts
 
     def _grids(self, row: Row, part: QuantizedPart, columns: tuple[int, int]) -> _Grids:
-        """Return a part's scales, zero points and minima for each group in a device's columns."""
+        """Return a part's scales, zero points and minima, for each column group on a device with these `columns`."""
         start, stop = columns
         firsts = start + _first_columns(self.scheme, row.shape[1], stop - start)
         groups = firsts // (self.scheme.group or row.shape[1])
@@ -313,7 +313,7 @@ class SchemeFormat(WeightFormat):
         return _Grids(_columns(part.scale(), groups), zero, minimum)
 
     def _input_scales(self, parts: Sequence[QuantizedPart]) -> tuple[np.float32, np.float32]:
-        """Return one activation scale and zero point whose range covers all parts' ranges, as vLLM does."""
+        """Return one activation scale and zero point whose range covers the ranges of all parts, as in vLLM."""
         scales = [part.input_scale() for part in parts]
         is_e2m1 = self.scheme.activation is not None and self.scheme.activation.elements == "e2m1"
         if is_e2m1 and not self.scheme.divides:  # a scale of scales, whose reciprocal multiplies
@@ -338,7 +338,7 @@ _ELEMENT_DTYPES = {
 
 
 def _group_size(scheme: Scheme, whole_size: int, in_size: int) -> int:
-    """Return the number of consecutive columns on a device that share a scale; it divides the device's columns."""
+    """Return how many consecutive columns on a device share a scale; it divides the device's `in_size` columns."""
     group = scheme.group or whole_size
     return in_size if group >= whole_size else math.gcd(in_size, group)
 
@@ -396,7 +396,13 @@ def _common(row: Row, arrays: Sequence[NDArray[Any]], what: str) -> NDArray[Any]
 
 
 def _sorted_columns(row: Row, parts: Sequence[QuantizedPart], scheme: Scheme) -> NDArray[np.int32]:
-    """Return a whole matrix's column indices sorted by group."""
+    """Return a whole matrix's column indices sorted by group; CheckpointError if groups differ in size.
+
+    Args:
+        row: the tensor.
+        parts: its quantised parts, whose columns have the same groups.
+        scheme: their scheme.
+    """
     group_of = _common(row, [part.column_groups() for part in parts], "order of columns (g_idx)")
     size, order = scheme.group or row.shape[1], np.argsort(group_of, kind="stable").astype(np.int32)
     if (group_of[order] != np.arange(len(order)) // size).any():
@@ -414,7 +420,14 @@ def _dequantize(
     scale: Shaped[Array, "rows groups"],
     *optional: Shaped[Array, "rows _"],
 ) -> Float32[Array, "rows in"]:
-    """Return matrix rows in float32."""
+    """Return matrix rows in float32, from the same rows of each array.
+
+    Args:
+        scheme: the matrix's scheme.
+        elements: elements, two per byte if they have four bits.
+        scale: scale for each group.
+        optional: second scale, zero points and minima, as far as the scheme has them.
+    """
     q, rest = _floats(scheme, elements), iter(optional)
     has_minimum = scheme.has("minimum")
     wide = scale_floats(scale)
@@ -431,7 +444,7 @@ def _dequantize(
 
 
 def _floats(scheme: Scheme, elements: Shaped[Array, "rows in_bytes"]) -> Float32[Array, "rows in"]:
-    """Return the elements as floats; four-bit integers range from 0 to 15."""
+    """Return a scheme's elements as floats; four-bit integers range from 0 to 15."""
     if not scheme.is_packed:
         return elements.astype(jnp.float32)
     codes = unpacked(elements)
