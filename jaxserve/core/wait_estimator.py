@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxserve.core.events import Submitted
-from jaxserve.scheduling.wait_estimate import OutputLengths, Sizes, Wait, Work, estimate_wait, remaining_work
+from jaxserve.scheduling.wait_estimate import OutputLengths, SchedulerSizes, Wait, Work, estimate_wait, remaining_work
 
 if TYPE_CHECKING:
     from jaxserve.core.core import EngineCore
@@ -91,7 +91,7 @@ class WaitEstimator:
         mean = sum(sum(work) for work in running + waiting) / max(num_requests - 1, 1)
         schedule, groups = scheduler.sizes, scheduler.sizes.kv_groups
         tokens_per_page = mean / groups.num_pages(int(mean)) if groups.sliding and mean >= 1 else 0.0
-        sizes = Sizes(
+        sizes = SchedulerSizes(
             num_slots=schedule.max_num_seqs,
             num_batched_tokens=min(schedule.max_num_batched_tokens, scheduler.max_prompt_tokens * num_requests),
             num_kv_tokens=schedule.num_pages * (tokens_per_page or groups.page_size / groups.size),

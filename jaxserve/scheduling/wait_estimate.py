@@ -38,8 +38,8 @@ class Work(NamedTuple):
     num_held_tokens: Number = 0.0
 
 
-class Sizes(NamedTuple):
-    """Sizes of a scheduler.
+class SchedulerSizes(NamedTuple):
+    """Sizes of the simulated scheduler.
 
     Attributes:
         num_slots: maximum running requests.
@@ -120,7 +120,9 @@ def remaining_work(requests: Iterable[Request], lengths: OutputLengths, cached_f
     return works
 
 
-def estimate_wait(rates: Rates, sizes: Sizes, running: Sequence[Work], waiting: Sequence[Work], own: Work) -> Wait:
+def estimate_wait(
+    rates: Rates, sizes: SchedulerSizes, running: Sequence[Work], waiting: Sequence[Work], own: Work
+) -> Wait:
     """Estimate when a new request will start, and when it will have its first token, after those that wait.
 
     Args:
@@ -218,7 +220,7 @@ class _Simulation:
         first_token_s: time at which it had its first token, after `run`.
     """
 
-    def __init__(self, rates: Rates, sizes: Sizes, running: Sequence[Work], waiting: Sequence[Work]) -> None:
+    def __init__(self, rates: Rates, sizes: SchedulerSizes, running: Sequence[Work], waiting: Sequence[Work]) -> None:
         self._rates, self._sizes = rates, sizes
         self._now_s = 0.0
         self._decoded = 0.0  # tokens that a row would have got that has decoded since the beginning

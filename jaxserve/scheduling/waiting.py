@@ -78,8 +78,8 @@ class _Tenant:
 _Entry = tuple[float, int, int, _Tenant]  # heap entry: counter, first arrival, serial number, tenant
 
 
-class _Class:
-    """Tenants of one class.
+class _PriorityClass:
+    """Tenants with requests in one priority class, and a heap of those that wait.
 
     Attributes:
         tenants: all tenants with requests, and the latest idle ones.
@@ -216,7 +216,7 @@ class WaitingQueue:
 
     def __init__(self, weights: Mapping[str, float], running: Mapping[str, Request]) -> None:
         self._weights, self._running = weights, running
-        self._classes: dict[int, _Class] = {}
+        self._classes: dict[int, _PriorityClass] = {}
         self._priorities: list[int] = []  # sorted keys
         self._num_waiting = 0
 
@@ -290,15 +290,15 @@ class WaitingQueue:
             group.left_queue(tenant)
         self._leave(request, group, tenant)
 
-    def _enter(self, request: Request) -> tuple[_Class, _Tenant]:
+    def _enter(self, request: Request) -> tuple[_PriorityClass, _Tenant]:
         """Return a request's class and tenant, created if necessary."""
         group = self._classes.get(request.priority)
         if group is None:
-            group = self._classes[request.priority] = _Class()
+            group = self._classes[request.priority] = _PriorityClass()
             insort(self._priorities, request.priority)
         return group, group.enter(request.tenant, 1 / self._weights.get(request.tenant, 1.0))
 
-    def _insert(self, request: Request, group: _Class, tenant: _Tenant) -> None:
+    def _insert(self, request: Request, group: _PriorityClass, tenant: _Tenant) -> None:
         """Append a request to its tenant's queue, and count it."""
         tenant.queue[request.request_id] = request
         self._num_waiting += 1
@@ -307,7 +307,7 @@ class WaitingQueue:
             group.num_queued += 1
             group.push(tenant)
 
-    def _leave(self, request: Request, group: _Class, tenant: _Tenant) -> None:
+    def _leave(self, request: Request, group: _PriorityClass, tenant: _Tenant) -> None:
         """Update the counts after a tenant's request was removed or stopped; delete a class without active tenants."""
         group.leave(request.tenant, tenant)
         if not group.num_active:  # no tenant has any claim left

@@ -21,11 +21,13 @@ from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.step_time import Rates, StepTime
-from jaxserve.scheduling.wait_estimate import OutputLengths, Sizes, Work, estimate_wait
+from jaxserve.scheduling.wait_estimate import OutputLengths, SchedulerSizes, Work, estimate_wait
 from simulate import modelled
 
 END = 1  # token that ends an output
-SIZES = Sizes(num_slots=4, num_batched_tokens=64, num_kv_tokens=10_000, page_size=16, long_threshold=64, long_chunk=32)
+SIZES = SchedulerSizes(
+    num_slots=4, num_batched_tokens=64, num_kv_tokens=10_000, page_size=16, long_threshold=64, long_chunk=32
+)
 RATES = Rates(0.01, 0.01, 0.001, 0.001)
 
 
