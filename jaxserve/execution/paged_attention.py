@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, no_type_check
 
+import jax
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.kv_forms import NewTokens
@@ -46,12 +48,12 @@ class PagedAttention(Attention):
 
     def attend(
         self,
-        q: Float[Array, "T Q W"],
+        q: Float[Array, "N Q W"],
         k: Float[Array, "T K S"] | None,
         v: Float[Array, "T K H"] | HeadMatrices | None,
         layer: LayerContext,
         sinks: Float[Array, " Q"] | None,
-    ) -> tuple[Float[Array, "T Q V"], PagedAttention]:
+    ) -> tuple[Float[Array, "N Q V"], PagedAttention]:
         """Write the new tokens to the pool and attend over it; return outputs, and attention with the updated pool.
 
         A layer that shares another's keys and values writes the same values to the same pages again.
@@ -59,9 +61,8 @@ class PagedAttention(Attention):
         options = layer.options
         k, v, shared = options.share(k, v, self.shared)
         new, rows = NewTokens(q, k, v, layer.rope, sinks, self.tree_mask), self.groups[options.kv_group]
-        out, kv_pages = options.kv.attend(
-            new, rows, self.kv_pages, layer.index, options.spec.attention.options, backend=self.backend
-        )
+        kernel_options = dataclasses.replace(options.spec.attention.options, last_only=layer.last_only)
+        out, kv_pages = options.kv.attend(new, rows, self.kv_pages, layer.index, kernel_options, backend=self.backend)
         return out, dataclasses.replace(self, kv_pages=kv_pages, shared=shared)
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], PagedAttention]:
@@ -70,3 +71,16 @@ class PagedAttention(Attention):
         assert layer.state is not None, "the layer is recurrent"
         out, states = layer.state.advance(inputs, self.state_rows, self.states, layer.index)
         return out, dataclasses.replace(self, states=states)
+
+    def for_last(self, last: Int[Array, " R"]) -> PagedAttention:
+        groups = tuple(rows.last_tokens()[0] for rows in self.groups)
+        shared = jax.tree.map(lambda x: x.at[last].get(mode="clip"), self.shared)
+        return dataclasses.replace(self, groups=groups, shared=shared)
+
+    def part(self, start: Int[Array, ""], num_tokens: int) -> PagedAttention:
+        groups = tuple(rows.part(start, num_tokens) for rows in self.groups)
+        shared = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, num_tokens), self.shared)
+        return dataclasses.replace(self, groups=groups, shared=shared)
+
+    def with_pools(self, after: PagedAttention) -> PagedAttention:
+        return dataclasses.replace(self, kv_pages=after.kv_pages, states=after.states)

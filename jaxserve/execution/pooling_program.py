@@ -44,7 +44,14 @@ def make_pooling_step(model: Model, layout: BatchLayout) -> Program:
         token_ids = jnp.maximum(batch.token_ids, 0)
         tokens = Tokens(row, before.history, before.position, live, planned, token_ids)
         hidden, _, state = run_model(
-            params, state, rows, tokens, batch.num_rows, model, state_rows=state_rows(batch, rows, tokens)
+            params,
+            state,
+            rows,
+            tokens,
+            batch.num_rows,
+            model,
+            state_rows=state_rows(batch, rows, tokens),
+            last_only=kind is PoolingKind.LAST,
         )
         with jax.named_scope("pool"):
             pooled, kept = pool(hidden, rows, tokens, state.pooled, kind)

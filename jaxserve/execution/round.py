@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.execution.batch import BatchLayout, StepBatch
@@ -107,6 +107,14 @@ class Model:
         """Layers whose inputs the observer reads; empty if it reads the hidden states after the final norm."""
         return () if self.observer is None else self.observer.feature_layers
 
+    @property
+    def can_leave_out_tokens(self) -> bool:
+        """True if nothing but logits reads hidden states after the layers that make keys and values."""
+        layer = self.arch.last_kv_layer
+        if layer is None or self.arch.token_axis is not None:
+            return False
+        return self.observer is None or (self.feature_layers != () and max(self.feature_layers) <= layer)
+
     def observing(self, params: Any) -> tuple[Params, Observe | None]:
         """Split a program's parameters: return the model's, and the observer's `observe` bound to all of them.
 
@@ -175,7 +183,14 @@ def compute_tokens(
     Sequence lengths do not change here: sampling updates them.
     """
     hidden, observed, state = run_model(
-        params, state, rows, tokens, batch.num_rows, model, state_rows=state_rows(batch, rows, tokens)
+        params,
+        state,
+        rows,
+        tokens,
+        batch.num_rows,
+        model,
+        state_rows=state_rows(batch, rows, tokens),
+        last_only=batch.wants_prompt_logprobs == 0,
     )
     if observe is not None:
         with jax.named_scope("observe"):
@@ -214,6 +229,7 @@ def run_model(
     model: Model,
     tree_mask: Int[Array, " T"] | None = None,
     state_rows: StateRows | None = None,
+    last_only: Bool[Array, ""] | bool = False,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T observed"], ServeState]:
     """Run the model's layers on `tokens`; return their hidden states, their features for an observer, and the state.
 
@@ -229,6 +245,7 @@ def run_model(
         model: static parameters.
         tree_mask: ancestor bits of tokens in drafted trees; None without trees.
         state_rows: rows for recurrent layers; None without them.
+        last_only: True if hidden states may be zero except for the rows' last tokens.
     """
     arch, live, shards = model.arch, tokens.live, None
     if arch.token_axis is not None:
@@ -240,8 +257,12 @@ def run_model(
     attention = PagedAttention(model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows)
     slot = rows.slot.at[tokens.row].get(**CLIPPED)
     context = TokenContext(tokens.position, attention, tokens.row, slot, live, state.expert_tokens)
+    needs_all = None
+    if last_only is not False and model.can_leave_out_tokens and rows.slot.shape[0] < tokens.row.shape[0]:
+        context = dataclasses.replace(context, last=groups[0].last_tokens()[1])
+        needs_all = None if last_only is True else ~last_only
     hidden, features, context = decoder.forward_with_features(
-        params, arch, tokens.token_ids, context, model.feature_layers
+        params, arch, tokens.token_ids, context, model.feature_layers, needs_all
     )
     attention = PagedAttention.after(context)
     if shards is not None:

@@ -29,7 +29,7 @@ class NewTokens(NamedTuple):
     """A step's queries, and the vectors that it stores.
 
     Attributes:
-        q: queries.
+        q: queries; for the rows' last tokens, R instead of T, if the attention is `last_only`.
         k: keys by KV head; latents as keys for a single head.
         v: values; for latents, the matrices that expand them to each head's keys and values.
         rope: cosines and sines that rotate queries and keys; None for no rotation.
@@ -37,7 +37,7 @@ class NewTokens(NamedTuple):
         tree_mask: draft-token trees, or None.
     """
 
-    q: Float[Array, "T Q W"]
+    q: Float[Array, "N Q W"]
     k: Float[Array, "T K S"]
     v: Float[Array, "T K H"] | HeadMatrices
     rope: Float32[Array, "2 T half"] | None = None
@@ -97,7 +97,7 @@ class KVForm(ABC):
         options: AttentionOptions,
         *,
         backend: str,
-    ) -> tuple[Float[Array, "T Q V"], Pages]:
+    ) -> tuple[Float[Array, "N Q V"], Pages]:
         """Rotate the new tokens, write them to the pool and attend; return outputs and the updated pool.
 
         Args:
@@ -137,7 +137,7 @@ class HeadVectors(KVForm):
         *,
         backend: str,
         num_parts: int | None = None,
-    ) -> tuple[Float[Array, "T Q V"], Pages]:
+    ) -> tuple[Float[Array, "N Q V"], Pages]:
         """Rotate, write the new keys and values to the pool and attend; see `KVForm.attend`.
 
         `num_parts` is the number of layers that share the pages, None if none do.
@@ -209,7 +209,7 @@ class PartOfPages(HeadVectors):
         *,
         backend: str,
         num_parts: int | None = None,
-    ) -> tuple[Float[Array, "T Q V"], Pages]:
+    ) -> tuple[Float[Array, "N Q V"], Pages]:
         """Attend in this layer's part of the shared pages; see `KVForm.attend`."""
         rows = rows.with_gathered_table()
         rows = rows._replace(page_table=rows.page_table * self.num_parts + layer % self.num_parts)
@@ -243,7 +243,7 @@ class Latents(KVForm):
         options: AttentionOptions,
         *,
         backend: str,
-    ) -> tuple[Float[Array, "T Q V"], Pages]:
+    ) -> tuple[Float[Array, "N Q V"], Pages]:
         """Rotate, write the new latents to the pool and attend by MLA; see `KVForm.attend`."""
         assert new.sinks is None, "no family with latents has sinks"
         assert isinstance(new.v, HeadMatrices), "latents are expanded by matrices"

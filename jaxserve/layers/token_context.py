@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Self, no_type_check
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxserve.layers.norm import NormFunction
 from jaxserve.layers.rope import Rotation
@@ -31,13 +32,15 @@ class LayerContext:
         index: index in the layer's KV group, or among the recurrent layers.
         rotation: rotation for queries and keys; None in NoPE layers.
         inputs: further inputs in addition to the residual stream, or None; see `ModelFamily.layer_inputs`.
+        last_only: True if no layer after its attention reads other tokens than the rows' last ones.
     """
 
     options: LayerOptions = struct.field(pytree_node=False)
     norm: NormFunction = struct.field(pytree_node=False)
     index: Int[Array, ""]
     rotation: Rotation | None = None
-    inputs: Float[Array, "T size"] | None = None
+    inputs: Float[Array, "N size"] | None = None
+    last_only: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def attention(self) -> AttentionSpec:
@@ -67,16 +70,16 @@ class Attention(ABC):
     @abstractmethod
     def attend(
         self,
-        q: Float[Array, "T Q W"],
+        q: Float[Array, "N Q W"],
         k: Float[Array, "T K S"] | None,
         v: Float[Array, "T K H"] | HeadMatrices | None,
         layer: LayerContext,
         sinks: Float[Array, " Q"] | None,
-    ) -> tuple[Float[Array, "T Q V"], Self]:
+    ) -> tuple[Float[Array, "N Q V"], Self]:
         """Rotate queries and keys by `layer.rope`, keep the new keys and values, and attend.
 
         Args:
-            q: queries; with MLA, only their last elements are rotated.
+            q: queries, for the rows' last tokens if `layer.last_only`; with MLA, only their last elements are rotated.
             k: keys, or MLA latents; None in a layer that reads another layer's keys and values.
             v: values, or the matrices that expand latents to keys and values; None if `k` is.
             layer: the layer.
@@ -86,6 +89,18 @@ class Attention(ABC):
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], Self]:
         """Return a recurrent layer's outputs; see `StateForm.advance`."""
         raise NotImplementedError(f"{type(self).__name__} has no recurrent states")
+
+    def for_last(self, last: Int[Array, " R"]) -> Self:
+        """Return the attention for layers that compute only the tokens `last`."""
+        raise NotImplementedError(f"{type(self).__name__} has all tokens in all layers")
+
+    def part(self, start: Int[Array, ""], num_tokens: int) -> Self:
+        """Return the attention for some of the tokens, which have been written; later ones are not seen."""
+        raise NotImplementedError(f"{type(self).__name__} has all tokens in all layers")
+
+    def with_pools(self, after: Self) -> Self:
+        """Return the attention with the keys, values and states that `after`, of later layers, has written."""
+        return after
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -103,6 +118,8 @@ class TokenContext:
         live: mask over all devices' tokens, False for padding; None if no token is padding.
         expert_tokens: token counts by MoE layer and expert; None if not counted.
         moe_index: the next MoE layer's index.
+        last: index of each row's last token, rows with tokens first; see `RaggedRows.last_tokens`. None if the hidden
+            states of all tokens are needed.
     """
 
     position: Int[Array, " T"]
@@ -112,6 +129,7 @@ class TokenContext:
     live: Bool[Array, " all"] | None = None
     expert_tokens: Int[Array, "L E"] | None = None
     moe_index: Int[Array, ""] | int = 0
+    last: Int[Array, " R"] | None = None
 
     def attend(
         self,
@@ -120,17 +138,47 @@ class TokenContext:
         v: Float[Array, "T K H"] | HeadMatrices | None,
         layer: LayerContext,
         sinks: Float[Array, " Q"] | None = None,
-    ) -> tuple[Float[Array, "T Q V"], TokenContext]:
-        """Return attention outputs and the context for the next layers; see `Attention.attend`."""
+    ) -> tuple[Float[Array, "N Q V"], TokenContext]:
+        """Return attention outputs and the context for the next layers; see `Attention.attend`.
+
+        If `layer.last_only`, both are for the rows' last tokens.
+        """
         if layer.rotation is not None and layer.rotation.query_factor is not None:
             q *= layer.rotation.query_factor[:, None, None].astype(q.dtype)
-        out, attention = self.attention.attend(q, k, v, layer, sinks)
-        return out, dataclasses.replace(self, attention=attention)
+        out, attention = self.attention.attend(self.kept(q, layer), k, v, layer, sinks)
+        tokens = dataclasses.replace(self, attention=attention)
+        return out, tokens.for_last() if layer.last_only else tokens
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], TokenContext]:
         """Return a recurrent layer's outputs and the context for the next layers."""
         out, attention = self.attention.advance(inputs, layer)
         return out, dataclasses.replace(self, attention=attention)
+
+    def kept(self, x: Float[Array, "T *D"], layer: LayerContext) -> Float[Array, "N *D"]:
+        """Return x for the tokens that are left after the layer's attention."""
+        return self.take_last(x) if layer.last_only else x
+
+    def take_last(self, x: Shaped[Array, "T *D"]) -> Shaped[Array, "R *D"]:
+        """Return x for the rows' last tokens; arbitrary rows after them."""
+        assert self.last is not None, "the step needs only the rows' last tokens"
+        return x.at[self.last].get(mode="clip")
+
+    def for_last(self) -> TokenContext:
+        """Return the context for layers that compute only the rows' last tokens."""
+        assert self.last is not None, "the step needs only the rows' last tokens"
+        live = None if self.live is None else self.live.at[self.last].get(mode="fill", fill_value=False)
+        return dataclasses.replace(
+            self.select(self.take_last), live=live, attention=self.attention.for_last(self.last), last=None
+        )
+
+    def part(self, start: Int[Array, ""], num_tokens: int) -> TokenContext:
+        """Return the context for some of the tokens; see `Attention.part`."""
+
+        def take(x: Shaped[Array, " T"]) -> Shaped[Array, " part"]:
+            return lax.dynamic_slice_in_dim(x, start, num_tokens)
+
+        live, attention = None if self.live is None else take(self.live), self.attention.part(start, num_tokens)
+        return dataclasses.replace(self.select(take), live=live, attention=attention, expert_tokens=None, last=None)
 
     def select(self, take: Callable[[Array], Array]) -> TokenContext:
         """Return the context for other activation rows, whose tokens `take` selects; only linear layers read it."""

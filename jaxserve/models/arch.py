@@ -246,6 +246,20 @@ class ArchConfig:
             source = layer
         return LayerOptions(spec, layout.layers[layer].group, layout.form(layer), source)
 
+    @cached_property
+    def last_kv_layer(self) -> int | None:
+        """Last layer that makes keys and values, after which only the rows' last tokens need hidden states.
+
+        None if a later layer, or the layer itself, is recurrent or has cross attention: these read all tokens.
+        """
+        for index in reversed(range(self.num_layers)):
+            layer = self.layers[index]
+            if not layer.keeps_tokens:
+                return None
+            if layer.attention.kv_source is None:
+                return index
+        return None
+
     @property
     def mean_score_size(self) -> Fraction:
         """Mean multiply-adds per head and query-key pair, over layers with attention."""

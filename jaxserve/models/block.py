@@ -23,7 +23,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 
 Sublayer = Callable[..., tuple[Array, TokenContext]]
-Residual = Float[Array, "T D"] | None
+Residual = Float[Array, "N D"] | None
 Heads = tuple[Float[Array, "T Q H"], Float[Array, "T K H"] | None, Float[Array, "T K H"] | None]
 
 
@@ -58,8 +58,8 @@ def _whole_norm(
 
 
 def project_out(
-    p: Params, out: Float[Array, "T Q H"], tokens: TokenContext, arch: ArchConfig, residual: Residual
-) -> Float[Array, "T D"]:
+    p: Params, out: Float[Array, "N Q H"], tokens: TokenContext, arch: ArchConfig, residual: Residual
+) -> Float[Array, "N D"]:
     """Project all heads' outputs; add `residual` if it is given."""
     x, bias = out.reshape(out.shape[0], -1), p.get("o_bias")
     return linear(x, p["o_proj"], tokens, bias=bias, residual=residual, axis=arch.tensor_axis)
@@ -75,7 +75,7 @@ def attention(
     residual: Residual,
     *,
     project: Callable[..., Heads] = project_qkv,
-) -> tuple[Float[Array, "T D"], TokenContext]:
+) -> tuple[Float[Array, "N D"], TokenContext]:
     """Apply attention to the heads that `project` returns."""
     q, k, v = project(p, x, tokens, layer, arch, norm)
     out, tokens = tokens.attend(q, k, v, layer, p.get("sinks"))
@@ -162,10 +162,11 @@ def block(
     attention: Sublayer = attention,
     recurrent: Sublayer | None = None,
     feed_forward: Sublayer = feed_forward,
-) -> tuple[Float[Array, "T D"], TokenContext]:
+) -> tuple[Float[Array, "N D"], TokenContext]:
     """Apply one decoder layer: x + attention or a recurrent mixer, then + MLP or experts if the layer has them.
 
-    Norms may precede these, follow them or both. With `arch.parallel` both read x, through one norm or two.
+    If `layer.last_only`, only the rows' last tokens are left after attention, in the results too. Norms may precede
+    these, follow them or both. With `arch.parallel` both read x, through one norm or two.
     """
 
     def added(
@@ -192,9 +193,10 @@ def block(
     with jax.named_scope("attention"):
         mixer = attention if layer.state is None else recurrent
         assert mixer is not None, "families with recurrent layers pass a recurrent mixer"
-        attended, tokens = added(mixer, "attention", "input_norm", x, x, tokens)
+        kept = tokens.kept(x, layer)
+        attended, tokens = added(mixer, "attention", "input_norm", x, kept, tokens)
     if layer.options.spec.mlp is None and layer.options.spec.experts is None:
         return attended, tokens
     with jax.named_scope("mlp"):
         before = "input_norm" if arch.parallel and "mlp_norm" not in p else "mlp_norm"
-        return added(feed_forward, "mlp", before, x if arch.parallel else attended, attended, tokens)
+        return added(feed_forward, "mlp", before, kept if arch.parallel else attended, attended, tokens)

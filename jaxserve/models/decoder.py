@@ -7,34 +7,21 @@ pool in place.
 
 import dataclasses
 from collections.abc import Sequence
-from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.layers.linear import Matrix, StackedMatrix, embed, linear
-from jaxserve.layers.rope import rotation
-from jaxserve.layers.token_context import LayerContext, TokenContext
+from jaxserve.layers.token_context import TokenContext
 from jaxserve.layers.token_exchange import all_tokens, local_tokens
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import Block
+from jaxserve.models.last_layers import LastLayers, inner_block, layer_context, layer_rotations, split_last
 from jaxserve.models.params import EXPERT_MATRICES, POSITION_EMBED, Params, ScannedLayers
 from jaxserve.pallas_kernels.grouped_matmul import default_matmul_backend
-
-
-@cache
-def _inner(block: Block, matmul_backend: str) -> Block:
-    """Return a family's block as an inner jit, which traces layers with equal options once.
-
-    Args:
-        block: decoder layer.
-        matmul_backend: `default_matmul_backend()` when tracing; only a cache key, as jit does not see this dependency.
-    """
-    return jax.jit(partial(block), static_argnames="arch")
 
 
 def forward(
@@ -57,16 +44,18 @@ def forward_with_features(
     token_ids: Int[Array, " T"],
     tokens: TokenContext,
     feature_layers: Sequence[int],
+    needs_all: Bool[Array, ""] | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T FD"], TokenContext]:
     """Return the results of `forward` and, between them, the concatenated inputs of F layers.
 
-    Layer `arch.num_layers` means the last layer's output before the final norm.
+    If `tokens.last` is given, layers from `arch.last_kv_layer` on compute only these tokens, and the hidden states of
+    all others are zero, unless `needs_all`. Layer `arch.num_layers` means the last layer's output before the final
+    norm; layers after `last_kv_layer` may be among `feature_layers` only without `tokens.last`.
     """
     family = registry.family(arch)
     with jax.named_scope("embed"):
         x = embed_tokens(params, arch, token_ids, tokens.position)
-        heads = dict.fromkeys((attention.rope, attention.head_dim) for attention in arch.attention_layers)
-        rotations = {head: rotation(tokens.position, *head) for head in heads}
+        rotations = layer_rotations(arch, tokens.position)
         inputs = family.layer_inputs(params, arch, token_ids, x)
         tokens = dataclasses.replace(tokens, moe_index=jnp.int32(0))
     layers = params["layers"]
@@ -79,16 +68,6 @@ def forward_with_features(
     )
 
     layer_kv = arch.kv_layout.layers
-
-    def run(
-        block: Block, kind: int, p: Params, x: Array, tokens: TokenContext, index: Array, inputs: Array | None
-    ) -> tuple[Array, TokenContext]:
-        """Run a layer whose spec equals layer `kind`'s."""
-        options = arch.layer_options(kind)
-        mixer = None if options.spec.state else options.spec.attention
-        rotated = None if mixer is None else rotations[mixer.rope, mixer.head_dim]
-        layer = LayerContext(options, family.norm, index, rotated, inputs)
-        return block(p, x, tokens, layer, arch=arch)
 
     num_features = len(feature_layers)
     features = jnp.zeros((num_features, *x.shape), x.dtype)
@@ -109,20 +88,23 @@ def forward_with_features(
             if num_features:
                 features = features.at[feature_indices[kind]].set(x, mode="drop")
             own = None if period_inputs is None else period_inputs[kind]
-            x, tokens = run(family.block, start + kind, p, x, tokens, kv_positions[kind], own)
+            layer = layer_context(arch, start + kind, kv_positions[kind], rotations, own)
+            x, tokens = family.block(p, x, tokens, layer, arch=arch)
         return (x, features, tokens), None
 
     def run_unrolled(
         state: tuple[Array, Array, TokenContext], period: Sequence[Params], start: int
     ) -> tuple[Array, Array, TokenContext]:
         x, features, tokens = state
-        block = _inner(family.block, default_matmul_backend())
+        block = inner_block(family.block, default_matmul_backend())
         for layer, p in enumerate(period, start):
             features = keep(features, layer, x)
             own = None if inputs is None else inputs[layer]
-            x, tokens = run(block, layer, p, x, tokens, jnp.int32(layer_kv[layer].position), own)
+            context = layer_context(arch, layer, jnp.int32(layer_kv[layer].position), rotations, own)
+            x, tokens = block(p, x, tokens, context, arch=arch)
         return x, features, tokens
 
+    rest, last_layers = split_last(arch, layers.rest, tokens)
     state = run_unrolled((x, features, tokens), layers.first, 0)
     if scanned:
         kv_positions = [layer_kv[layer].position for layer in range(start, end)]
@@ -132,10 +114,13 @@ def forward_with_features(
         scanned_inputs = None if inputs is None else inputs[start:end].reshape(-1, len(scanned), *inputs.shape[1:])
         xs = (sliced, scanned_features, scanned_positions, jnp.arange(len(scanned_positions)), scanned_inputs)
         state, _ = lax.scan(run_period, state, xs)
-    x, features, tokens = run_unrolled(state, layers.rest, end)
-    features = keep(features, arch.num_layers, x)
+    x, features, tokens = run_unrolled(state, rest, end)
+    features = keep(features, end + len(rest), x)
     side_by_side = jnp.moveaxis(features, 0, 1).reshape(x.shape[0], -1)
-    return family.norm(x, params["final_norm"], arch.norm_eps), side_by_side, tokens
+    if not last_layers:
+        return family.norm(x, params["final_norm"], arch.norm_eps), side_by_side, tokens
+    hidden, tokens = LastLayers(arch, last_layers, params["final_norm"], inputs).compute(x, tokens, needs_all)
+    return hidden, side_by_side, tokens
 
 
 def _stacks_in_place(p: Params) -> Params:

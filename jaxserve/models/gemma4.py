@@ -162,7 +162,7 @@ def _layer_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSp
 
 def block(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
-) -> tuple[Float[Array, "T D"], TokenContext]:
+) -> tuple[Float[Array, "N D"], TokenContext]:
     """Apply one decoder layer, add the per-layer input, and scale the result."""
     x, tokens = _block(p, x, tokens, layer, arch=arch)
     if layer.inputs is not None:

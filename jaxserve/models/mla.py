@@ -65,8 +65,8 @@ def attention(
     layer: LayerContext,
     arch: ArchConfig,
     norm: Norm,
-    residual: Float[Array, "T D"] | None,
-) -> tuple[Float[Array, "T D"], TokenContext]:
+    residual: Float[Array, "N D"] | None,
+) -> tuple[Float[Array, "N D"], TokenContext]:
     """Apply MLA to T tokens; a sublayer for `models.block`."""
     (latent, rank, _), Q = layer.attention.mla_sizes, layer.attention.num_heads
     by_head = as_matrix(p["kv_b_proj"]).dense().reshape(Q, -1, rank)

@@ -112,8 +112,8 @@ def _gated_attention(
     layer: LayerContext,
     arch: ArchConfig,
     norm: Norm,
-    residual: Float[Array, "T D"] | None,
-) -> tuple[Float[Array, "T D"], TokenContext]:
+    residual: Float[Array, "N D"] | None,
+) -> tuple[Float[Array, "N D"], TokenContext]:
     """Apply attention whose query heads have elementwise gates; a sublayer for `models.block`."""
     attention = layer.attention
     T, Q, K, H = x.shape[0], attention.num_heads, attention.num_kv_heads, attention.head_dim
@@ -122,6 +122,7 @@ def _gated_attention(
     q, gate = jnp.split(gated.reshape(T, Q, 2 * H), 2, axis=2)
     q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k.reshape(T, K, H), p["k_norm"], arch.norm_eps)
     q, k = pair_halves(q, attention.rope), pair_halves(k, attention.rope)
+    gate = tokens.kept(gate, layer)
     out, tokens = tokens.attend(q, k, v.reshape(T, K, H), layer)
     return project_out(p, out * jax.nn.sigmoid(gate), tokens, arch, residual), tokens
 

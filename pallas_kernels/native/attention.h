@@ -283,7 +283,8 @@ class Attention {
   void find_parts() {
     const int64_t part_queries = std::max<int64_t>(1, kTileVectors / group_);
     for (int64_t row = 0; row < p_.num_rows; ++row) {
-      const int64_t first = p_.cu_q_lens[row], end = p_.cu_q_lens[row + 1];
+      const int64_t end = p_.cu_q_lens[row + 1];
+      const int64_t first = p_.max_queries < 0 ? std::max<int64_t>(end - 1, p_.cu_q_lens[row]) : p_.cu_q_lens[row];
       if (p_.max_queries > 0 && end - first > p_.max_queries) continue;
       const int64_t tree_start = p_.kv_lens[row] - (p_.tree_mask ? std::min(kTreeNodes, end - first) : 0);
       for (int64_t token = first; token < end; token += part_queries) {

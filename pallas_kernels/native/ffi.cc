@@ -198,7 +198,7 @@ ffi::Error run_grouped_linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
 
 // `scales`, `table_row`, `sinks` and `rope` are empty if left out; `tree_mask` is an operand only of calls with trees,
 // `updated_scales` a result only of those with scales. `rank` is the size of the values in latents, 0 for keys and values
-// of heads. Rows of more than `max_queries` new tokens are only written, unless it is 0. A page of a pool for other heads is as many pages of these heads as it has room for.
+// of heads. Rows of more than `max_queries` new tokens are only written, unless it is 0; if it is -1, only each row's last new token attends. A page of a pool for other heads is as many pages of these heads as it has room for.
 ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, int64_t rank,
                          int64_t max_queries, ffi::Buffer<ffi::F32> qkv,
                          ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::BF16> scales, ffi::Buffer<ffi::S32> layer,

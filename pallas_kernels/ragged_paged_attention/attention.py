@@ -32,7 +32,7 @@ def ragged_paged_attention(
     *,
     num_parts: int | None = None,
     backend: str = AUTO,
-) -> tuple[Float[Array, "T Q V"], Pages]:
+) -> tuple[Float[Array, "N Q V"], Pages]:
     """Write the new keys and values, or latents, to their rows' pages, then attend with all new tokens.
 
     All new vectors are written before any row attends: a row sees another row's new vectors in a shared page. Scores
@@ -148,8 +148,12 @@ def _check_inputs(inputs: AttentionInputs, options: AttentionOptions) -> KVKind:
     if q.ndim != 3 or k.ndim != 3 or (v is not None and v.shape != k.shape):
         shape = None if v is None else v.shape
         raise ValueError(f"q must be [T, Q, H] and k, v both [T, K, H], got {q.shape}, {k.shape} and {shape}")
-    if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
-        raise ValueError(f"q and k must agree in tokens and head_dim, got q {q.shape} and k {k.shape}")
+    num_queries = inputs.rows.kv_lens.shape[0] if options.last_only else k.shape[0]
+    if q.shape[0] != num_queries or q.shape[2] != k.shape[2]:
+        agree = "head_dim, and q have a query per row," if options.last_only else "tokens and head_dim,"
+        raise ValueError(f"q and k must agree in {agree} got q {q.shape} and k {k.shape}")
+    if options.last_only and inputs.tree_mask is not None:
+        raise ValueError("tree_mask must be None with last_only: a tree's nodes all attend")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"query heads must be a multiple of kv heads, got {q.shape[1]} and {k.shape[1]}")
     if (v is None) != (options.rank is not None):
@@ -159,7 +163,7 @@ def _check_inputs(inputs: AttentionInputs, options: AttentionOptions) -> KVKind:
     kind = inputs.kind(options)
     _check_rows(inputs.rows)
     _check_window(inputs.rows, options)
-    T, Q, _ = q.shape
+    T, Q = k.shape[0], q.shape[1]
     if inputs.sinks is not None and inputs.sinks.shape != (Q,):
         raise ValueError(f"sinks must have one logit per query head, shape ({Q},), got {inputs.sinks.shape}")
     _check_rope(inputs.rope, kind, T)

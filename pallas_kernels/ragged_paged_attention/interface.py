@@ -28,6 +28,8 @@ class AttentionOptions:
         rank: size of the value at the beginning of a latent; None for keys and values per head.
         max_queries: maximum number of new tokens in a row that attends: longer rows are only written, and their outputs
             are undefined. None for no maximum. Only for latents, and backends that expand them.
+        last_only: True if only each row's last new token attends: queries and outputs are those of
+            `RaggedRows.last_tokens`; outputs after the last row are finite.
 
     Raises:
         ValueError: an option is out of range.
@@ -38,6 +40,7 @@ class AttentionOptions:
     soft_cap: float | None = None
     rank: int | None = None
     max_queries: int | None = None
+    last_only: bool = False
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -52,8 +55,8 @@ class AttentionOptions:
 class AttentionInputs(NamedTuple):
     """Array arguments, except the pool."""
 
-    q: Float[Array, "T Q H"]
-    """Queries; Q is a multiple of K, query head h reads KV head h // (Q / K)."""
+    q: Float[Array, "N Q H"]
+    """Queries; Q is a multiple of K, query head h reads KV head h // (Q / K). N is T, or R with `last_only`."""
     k: Float[Array, "T K H"]
     """New keys, cast or quantised to the pool dtype; latents as the keys of one head."""
     v: Float[Array, "T K H"] | None
@@ -86,11 +89,24 @@ class AttentionInputs(NamedTuple):
         T, K, H = self.k.shape
         return jnp.stack([self.k, self.v], axis=2).reshape(T, 2 * K, H)
 
-    def rotated(self) -> AttentionInputs:
-        """Return the inputs with RoPE applied to queries and keys (float32), and without `rope`."""
-        if self.rope is None:
+    def rotated(self, *, last_only: bool = False) -> AttentionInputs:
+        """Return the inputs with RoPE applied to queries and keys (float32), and without `rope`.
+
+        With `last_only`, queries are those of the last tokens.
+        """
+        if (rope := self.rope) is None:
             return self
-        return self._replace(q=apply_rope(self.q, self.rope), k=apply_rope(self.k, self.rope), rope=None)
+        q_rope = rope.at[:, self.rows.last_tokens()[1]].get(mode="clip") if last_only else rope
+        return self._replace(q=apply_rope(self.q, q_rope), k=apply_rope(self.k, rope), rope=None)
+
+    def with_all_queries(self) -> AttentionInputs:
+        """Return the inputs with the last tokens' queries at their indices, and zeros for the others."""
+        q = jnp.zeros((self.k.shape[0], *self.q.shape[1:]), self.q.dtype)
+        return self._replace(q=q.at[self.rows.last_tokens()[1]].set(self.q, mode="drop"))
+
+    def last_outputs(self, out: Float[Array, "T Q V"]) -> Float[Array, "R Q V"]:
+        """Return the outputs of the rows' last tokens."""
+        return out.at[self.rows.last_tokens()[1]].get(mode="fill", fill_value=0)
 
 
 class HeadMatrices(NamedTuple):
@@ -116,8 +132,8 @@ class HeadMatrices(NamedTuple):
 class MLAInputs(NamedTuple):
     """Array arguments for MLA, except the pool; see `AttentionInputs`."""
 
-    q: Float[Array, "T Q H"]
-    """Per-head queries: n elements without position, and d that RoPE rotates."""
+    q: Float[Array, "N Q H"]
+    """Per-head queries: n elements without position, and d that RoPE rotates. N is T, or R with `last_only`."""
     latents: Float[Array, "T W"]
     """New latents, cast or quantised to the pool dtype."""
     matrices: HeadMatrices
@@ -125,7 +141,7 @@ class MLAInputs(NamedTuple):
     rope: Float32[Array, "2 T half"] | None = None
     tree_mask: Int32[Array, "T"] | None = None
 
-    def absorbed(self, q: Float[Array, "T Q W"]) -> AttentionInputs:
+    def absorbed(self, q: Float[Array, "N Q W"]) -> AttentionInputs:
         """Return these inputs as `AttentionInputs` with latents as keys, for queries from `HeadMatrices.absorb`."""
         return AttentionInputs(q, self.latents[:, None], None, self.rows, self.rope, tree_mask=self.tree_mask)
 
@@ -177,7 +193,7 @@ class Backend(ABC):
     @abstractmethod
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
-    ) -> tuple[Float[Array, "T Q V"], Pages]:
+    ) -> tuple[Float[Array, "N Q V"], Pages]:
         """Write all rows' new vectors to the pool, and only then attend with all rows.
 
         Rows may share pages that one of them writes in this call.
@@ -189,7 +205,7 @@ class Backend(ABC):
             options: static options.
 
         Returns:
-            All tokens' outputs in the dtype of `q`, and the updated pool.
+            All queries' outputs in the dtype of `q`, and the updated pool.
         """
 
 

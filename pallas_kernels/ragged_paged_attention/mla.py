@@ -34,7 +34,7 @@ def mla_attention(
     options: AttentionOptions,
     *,
     backend: str = AUTO,
-) -> tuple[Float[Array, "T Q v"], Pages]:
+) -> tuple[Float[Array, "N Q v"], Pages]:
     """Write the new latents to their rows' pages, then attend with per-head queries (MLA).
 
     If a row may have `expanded.break_even_queries` or more tokens, such rows attend to expanded latents. Matrices are
@@ -48,15 +48,15 @@ def mla_attention(
         backend: "auto" or a name in `BACKENDS`.
 
     Returns:
-        Each new token's per-head outputs, and the updated pool.
+        Each query's per-head outputs, and the updated pool.
     """
-    (T, Q, _), matrices = inputs.q.shape, inputs.matrices
+    T, Q, matrices = inputs.latents.shape[0], inputs.q.shape[1], inputs.matrices
     latent_inputs = inputs.absorbed(inputs.q)
     kind = latent_inputs.kind(options)
     name = select_for_pool(backend, kind, Q, kv_pages)
     rows = read_rows(name, inputs.rows, kv_pages)
     inputs = inputs._replace(rows=rows)
-    can_expand = BACKENDS[name].expands_latents and inputs.tree_mask is None
+    can_expand = BACKENDS[name].expands_latents and inputs.tree_mask is None and not options.last_only
     min_queries = expanded.break_even_queries(matrices) if can_expand else None
     if min_queries is None or min_queries > T:
         latent_inputs = inputs.absorbed(matrices.absorb(inputs.q))

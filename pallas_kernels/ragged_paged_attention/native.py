@@ -20,6 +20,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import INT4, QUANT
 
 POOL_DTYPES = ("float32", "bfloat16", *QUANTIZED)
 LATENT_POOL_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
+_LAST = -1  # `max_queries` for which only each row's last new token attends
 VECTOR = 4  # elements per vector register, for the narrowest in use
 
 
@@ -52,12 +53,13 @@ class Native(Backend):
 
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
-    ) -> tuple[Float[Array, "T Q V"], Pages]:
+    ) -> tuple[Float[Array, "N Q V"], Pages]:
         """Apply RoPE, write keys and values to the pool and attend, in one FFI call that updates the pool in place.
 
         The caller must donate the pool. q, k and v are concatenated: if they are slices of one array, XLA joins them at
         no cost, but it would copy each one if they were separate operands.
         """
+        inputs = inputs.with_all_queries() if options.last_only else inputs
         q, rows, sinks, rope = inputs.q, inputs.rows, inputs.sinks, inputs.rope
         heads = [q, inputs.k] if inputs.v is None else [q, inputs.k, inputs.v]
         pool, structure = jax.tree.flatten(kv_pages)
@@ -83,6 +85,7 @@ class Native(Backend):
             soft_cap=np.float32(options.soft_cap or 0),
             window=np.int64(options.window or 0),
             rank=np.int64(options.rank or 0),
-            max_queries=np.int64(options.max_queries or 0),
+            max_queries=np.int64(_LAST if options.last_only else options.max_queries or 0),
         )
+        out = inputs.last_outputs(out) if options.last_only else out
         return out.astype(q.dtype), jax.tree.unflatten(structure, pool)

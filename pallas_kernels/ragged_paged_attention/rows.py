@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+NO_TOKEN = 2**31 - 1  # index of a token that does not exist
+
 
 class PagesToRead(NamedTuple):
     """Selection of the pages that each row's new tokens attend to, if these are not all of the row's pages.
@@ -63,6 +65,25 @@ class RaggedRows(NamedTuple):
         row = self.table_rows(jnp.arange(self.kv_lens.shape[0], dtype=jnp.int32))
         page_table = self.page_table.at[row[:, None], columns].get(mode="clip", wrap_negative_indices=False)
         return RaggedRows(self.kv_lens - num_skipped * page_size, page_table, self.cu_q_lens, self.num_rows)
+
+    def last_tokens(self) -> tuple[RaggedRows, Int32[Array, "R"]]:
+        """Return the rows with only their last new tokens, packed, and these tokens' indices in the step.
+
+        Rows without new tokens have none; the indices end with as many `NO_TOKEN`.
+        """
+        index = jnp.arange(self.kv_lens.shape[0], dtype=jnp.int32)
+        ends = jnp.cumsum(self.live_q_lens() > 0, dtype=jnp.int32)
+        row = jnp.sum(ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+        token = self.cu_q_lens.at[row + 1].get(mode="clip") - 1
+        rows = self._replace(cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]))
+        return rows, jnp.where(index < ends[-1], token, NO_TOKEN)
+
+    def part(self, start: Int32[Array, ""], num_tokens: int) -> RaggedRows:
+        """Return the rows with only the step's tokens from `start` on; the rows' later tokens are not in the pool."""
+        cu_q_lens = jnp.clip(self.cu_q_lens - start, 0, num_tokens)
+        num_later = self.cu_q_lens[1:] - start - cu_q_lens[1:]
+        kv_lens = jnp.where(cu_q_lens[1:] > cu_q_lens[:-1], self.kv_lens - num_later, self.kv_lens)
+        return self._replace(kv_lens=kv_lens, cu_q_lens=cu_q_lens)
 
     def is_live(self) -> Bool[Array, "R"]:
         """Return a mask of the rows that are not padding."""

@@ -51,11 +51,12 @@ class Xla(Backend):
 
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
-    ) -> tuple[Float[Array, "T Q V"], Pages]:
+    ) -> tuple[Float[Array, "N Q V"], Pages]:
         """Apply RoPE, write the new vectors with one scatter, and attend blockwise; return outputs and pool."""
-        dtype, inputs = inputs.q.dtype, inputs.rotated()
+        dtype, inputs = inputs.q.dtype, inputs.rotated(last_only=options.last_only)
         kv_pages = _write(inputs, kv_pages, layer)
-        mask, rows = inputs.tree_mask, inputs.rows
+        mask = inputs.tree_mask
+        rows = inputs.rows.last_tokens()[0] if options.last_only else inputs.rows
         nodes = None if mask is None else visible_nodes(mask, rows, options.window)
         pages = LayerPages(kv_pages, layer, inputs.kind(options))
         attention = Attention(pages, options, inputs.sinks, nodes)
@@ -75,7 +76,7 @@ def _write(inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, "
         layer: layer in the pool.
     """
     _, num_pages, page_size = HeadMajor.pool_dims(values_of(kv_pages).shape)
-    page_id, offset = inputs.rows.slot_mapping(inputs.q.shape[0], num_pages=num_pages, page_size=page_size)
+    page_id, offset = inputs.rows.slot_mapping(inputs.k.shape[0], num_pages=num_pages, page_size=page_size)
     slots: tuple[Array, ...] = (page_id, offset)
     if inputs.v is not None:
         # Each vector has its own index: if a scatter writes all vectors of a token together, XLA:TPU wants them

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.models.decoder import _inner
+from jaxserve.models.last_layers import inner_block
 from jaxserve.pallas_kernels import deviceless
 from jaxserve.pallas_kernels.grouped_matmul import default_matmul_backend, grouped_matmul, using_matmul_backend
 from jaxserve.pallas_kernels.op import Op, UnsupportedBackendError, log_choice
@@ -86,5 +86,5 @@ def test_layers_are_traced_again_for_other_products():
 
     for backend in ("auto", "xla", "auto"):
         with using_matmul_backend(backend):
-            _inner(block, default_matmul_backend())(jnp.ones(2))
+            inner_block(block, default_matmul_backend())(jnp.ones(2))
     assert seen == ["auto", "xla"]

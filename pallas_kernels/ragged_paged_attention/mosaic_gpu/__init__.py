@@ -115,19 +115,21 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
 
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
-    ) -> tuple[Float[Array, "T Q V"], Pages]:
+    ) -> tuple[Float[Array, "N Q V"], Pages]:
         """Apply RoPE, write the new keys and values to the pool and attend, in several XLA operations and kernels.
 
         Queries and softmax weights are rounded to the pool's dtype. For a quantised pool, they, the scaled keys and the
         scaled values are rounded to bfloat16, or to float16 if the queries are float16.
         """
-        dtype, kind, pool, inputs = inputs.q.dtype, inputs.kind(options), values_of(kv_pages), inputs.rotated()
-        T, Q, H = inputs.q.shape
+        dtype, kind, pool = inputs.q.dtype, inputs.kind(options), values_of(kv_pages)
+        inputs = inputs.rotated(last_only=options.last_only)
+        N, Q, H = inputs.q.shape
         kv_pages = _write(inputs, kv_pages, layer)
+        rows = inputs.rows.last_tokens()[0] if options.last_only else inputs.rows
         config = self.launch(Problem(kind, Q, pool.shape[2], pool.dtype, self.platform))
         config = dataclasses.replace(
             config,
-            num_tokens=T * config.token_heads,
+            num_tokens=N * config.token_heads,
             dtype=_matmul_dtype(dtype, pool.dtype),
             options=options,
             has_sinks=inputs.sinks is not None,
@@ -138,10 +140,10 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
             q = jnp.pad(q, ((0, 0), (0, config.token_heads - Q), (0, 0))).reshape(-1, 1, H)
         q = jnp.pad(q, ((0, -config.num_tokens % MIN_TILE_TOKENS), (0, 0), (0, 0)))
         heads = values_of(kv_pages)[:, :, :, None] if isinstance(kind, Latents) else kv_pages
-        work = plans(config, inputs.rows)
-        out = self.kernel().attend(config, work, inputs._replace(q=q), heads, layer)[: config.num_tokens]
+        work = plans(config, rows)
+        out = self.kernel().attend(config, work, inputs._replace(q=q, rows=rows), heads, layer)[: config.num_tokens]
         if config.token_heads > 1:
-            out = out.reshape(T, config.token_heads, kind.value_dim)[:, :Q]
+            out = out.reshape(N, config.token_heads, kind.value_dim)[:, :Q]
         return out.astype(dtype), kv_pages
 
 
@@ -199,7 +201,7 @@ def _write(inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, "
         layer: layer in the pool.
     """
     _, num_pages, page_size, *token_shape = values_of(kv_pages).shape
-    page_id, offset = inputs.rows.slot_mapping(inputs.q.shape[0], num_pages=num_pages, page_size=page_size)
+    page_id, offset = inputs.rows.slot_mapping(inputs.k.shape[0], num_pages=num_pages, page_size=page_size)
 
     def scatter(pages: Shaped[Array, "L N P *token"], new: Shaped[Array, "T *token"]) -> Shaped[Array, "L N P *token"]:
         return pages.at[layer, page_id, offset].set(new, mode="drop", unique_indices=True)

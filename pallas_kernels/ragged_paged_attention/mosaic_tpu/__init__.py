@@ -150,7 +150,7 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
 
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
-    ) -> tuple[Float[Array, "T Q V"], Pages]:
+    ) -> tuple[Float[Array, "N Q V"], Pages]:
         """Apply RoPE, write the new keys and values to the donated pool and attend, in one kernel.
 
         Queries and softmax weights are rounded to the pool's dtype, or to bfloat16 for a quantised pool.
@@ -172,9 +172,9 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
         kv_pages: Pages,
         layer: int | Int32[Array, ""],
         options: AttentionOptions,
-    ) -> tuple[Float[Array, "T Q V"], Pages]:
+    ) -> tuple[Float[Array, "N Q V"], Pages]:
         """Write and attend in a pool whose matrices have `kind`'s columns; a page may be several small ones."""
-        dtype, inputs = inputs.q.dtype, inputs.rotated()
+        dtype, inputs = inputs.q.dtype, (inputs.with_all_queries() if options.last_only else inputs).rotated()
         rows = inputs.rows.with_gathered_table()
         num_tokens, num_query_heads, _ = inputs.q.shape
         _, _, num_matrices, page_size, _ = values_of(kv_pages).shape
@@ -193,7 +193,8 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
         operands = make_operands(config, blocks, plan, inputs._replace(rows=rows), kv_pages)
         layer = jnp.asarray(layer, jnp.int32)[None]
         kv_pages, decode_out, tile_out = self.kernel().write_and_attend(config, blocks, layer, plan, operands)
-        return token_outputs(config, plan, rows, decode_out, tile_out).astype(dtype), kv_pages
+        out = token_outputs(config, plan, rows, decode_out, tile_out).astype(dtype)
+        return inputs.last_outputs(out) if options.last_only else out, kv_pages
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:

@@ -47,12 +47,14 @@ def make_plan(config: KernelConfig, blocks: BlockSizes, rows: RaggedRows) -> Wor
     """List a step's work: slabs to write, decode slots for rows with one new token, and query tiles for longer rows."""
     T, q_lens = config.num_tokens, rows.live_q_lens()
     writes, num_writes = _plan_writes(config, rows, q_lens)
-    is_decode = q_lens == 1
+    is_decode = q_lens > 0 if config.options.last_only else q_lens == 1
     decode_slots, groups, token_of_slot = _plan_decode_slots(config, blocks, rows, is_decode)
     decode_slot = jnp.arange(token_of_slot.shape[0], dtype=jnp.int32)
     counts, tiles = [num_writes, jnp.sum(groups)], []
     if T > 1:
-        for tokens, chosen in zip(blocks.tile_tokens, _tile_rows(blocks, rows, q_lens), strict=True):
+        for tokens, chosen in zip(
+            blocks.tile_tokens, _tile_rows(blocks, rows, jnp.where(is_decode, 0, q_lens)), strict=True
+        ):
             table, num_work_items = _plan_tiles(config, blocks, tokens, rows, jnp.where(chosen, q_lens, 0))
             tiles.append(table)
             counts.append(num_work_items)
@@ -131,7 +133,11 @@ def _plan_decode_slots(
     is_own = (jnp.arange(row.shape[0]) < config.num_rows) & is_decode[row]
     columns = (row, jnp.where(is_own, rows.kv_lens[row], 0), first_block[row])
     groups = jnp.where(is_own, num_blocks[row], 0)[:: blocks.decode_slots]
-    return jnp.stack(columns, axis=1).reshape(-1), groups, jnp.where(is_own, rows.cu_q_lens[row], config.num_tokens)
+    return (
+        jnp.stack(columns, axis=1).reshape(-1),
+        groups,
+        jnp.where(is_own, rows.cu_q_lens[row + 1] - 1, config.num_tokens),
+    )
 
 
 def _plan_tiles(

@@ -1,0 +1,99 @@
+"""Steps in which the last layers compute only each row's last token, against steps that compute all tokens.
+
+The rows' logits, keys, values, recurrent states and what later steps compute are the same.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoints import FAMILIES, VARIED, hf_dict
+from jaxtyping import Array
+
+from jaxserve import weights
+from jaxserve.execution.lowering import known_options
+from jaxserve.execution.round import Model, run_model
+from jaxserve.execution.rows import Rows, Tokens, place_tokens
+from jaxserve.execution.state import ServeState, new_state
+from jaxserve.layers.state_forms import StateRows
+from jaxserve.models import decoder, last_layers, registry
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+from jaxserve.pallas_kernels import native
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from tests.parameters import some_by_default
+from tests.soon_compiled import unoptimized
+
+R, T, PAGE_SIZE, MAX_PAGES = 4, 24, 4, 8
+STEPS = ((9, 0, 5, 1), (1, 12, 6, 1), (1, 1, 0, 1), (0, 3, 1, 0))  # tokens of each row
+BACKENDS = ["native", "xla"] if native.unavailable() is None else ["xla"]
+
+
+class Session:
+    """Rows of a model whose steps are run by hand."""
+
+    def __init__(self, arch: ArchConfig, params: Params, backend: str, last_only: bool | None) -> None:
+        self.params, self.model = params, Model.from_arch(arch, backend=backend)
+        num_pages = R * MAX_PAGES * len(arch.kv_layout.windows)
+        schedule = ScheduleConfig(R, T, PAGE_SIZE * MAX_PAGES, PAGE_SIZE, num_pages, windows=arch.kv_layout.windows)
+        self.state = new_state(arch, schedule, kv_dtype=jnp.float32, backend=backend)
+        table = np.random.default_rng(0).permutation(num_pages).reshape(-1, MAX_PAGES)
+        sequences = dataclasses.replace(self.state.sequences, page_table=jnp.asarray(table, jnp.int32))
+        self.state, self._last_only = dataclasses.replace(self.state, sequences=sequences), last_only
+        self._step = jax.jit(self._compute, compiler_options=known_options(unoptimized("cpu")))
+
+    def _compute(
+        self, params: Params, state: ServeState, q_lens: Array, ids: Array, last_only: Array
+    ) -> tuple[ServeState, Array]:
+        slot = jnp.arange(R)
+        start = state.sequences.lengths(slot)
+        rows = Rows.packed(slot, start, q_lens, q_lens > 0)
+        row, offset, before, live = place_tokens(rows, T)
+        tokens = Tokens(row, before.history, before.position, live, row, ids)
+        zeros = jnp.zeros(R, jnp.int32)
+        states = StateRows(slot, slot, start.history, rows.cu_q_lens, row, offset, zeros, zeros)
+        hidden, _, state = run_model(
+            params,
+            state,
+            rows,
+            tokens,
+            jnp.int32(R),
+            self.model,
+            state_rows=states if self.model.arch.state else None,
+            last_only=last_only if self._last_only is None else self._last_only,
+        )
+        sequences = dataclasses.replace(state.sequences, length=rows.end.history)
+        logits = decoder.compute_logits(params, self.model.arch, hidden)
+        return dataclasses.replace(state, sequences=sequences), logits
+
+    def step(self, q_lens: tuple[int, ...], ids: np.ndarray, *, last_only: bool = True) -> np.ndarray:
+        """Compute tokens of each row; return all tokens' logits."""
+        lens = np.array(q_lens, np.int32)
+        self.state, logits = self._step(self.params, self.state, lens, ids, last_only)
+        return np.asarray(logits)[: lens.sum()]
+
+
+def close(found: object, expected: object) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
+
+
+@pytest.mark.parametrize("family", some_by_default(FAMILIES, *VARIED))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_last_tokens_are_those_of_steps_with_all(backend: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(last_layers, "BLOCK_TOKENS", 10)  # several blocks
+    arch = registry.from_hf_config(hf_dict(family))
+    specs = registry.param_specs(arch)
+    params = weights.dummy(specs, 0, jnp.float32)
+    every, chosen = (Session(arch, params, backend, last_only) for last_only in (False, None))
+    rng = np.random.default_rng(1)
+    for number, q_lens in enumerate(STEPS):
+        ids = rng.integers(3, arch.vocab_size, T).astype(np.int32)
+        last_only = number != 1  # a request for prompt logprobs needs all tokens
+        expected, found = every.step(q_lens, ids), chosen.step(q_lens, ids, last_only=last_only)
+        ends = np.cumsum(q_lens)[np.array(q_lens) > 0] - 1
+        close(found[ends], expected[ends])
+        if not last_only:
+            close(found, expected)
+    close((chosen.state.kv_pages, chosen.state.states), (every.state.kv_pages, every.state.states))
