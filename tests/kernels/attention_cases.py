@@ -81,11 +81,14 @@ class Case:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     stale: float = 1e4
+    last_only: bool = False
+    """True if only each row's last new token attends."""
 
     @property
     def options(self) -> AttentionOptions:
         """Static options of the call."""
-        return AttentionOptions(float(self.head_dim**-0.5), self.window, self.soft_cap, self.rank)
+        scale = float(self.head_dim**-0.5)
+        return AttentionOptions(scale, self.window, self.soft_cap, self.rank, last_only=self.last_only)
 
     @property
     def kind(self) -> KVKind:
@@ -106,6 +109,11 @@ class Case:
     def num_tokens(self) -> int:
         """Tokens of the step, padding included."""
         return sum(self.q_lens) + self.padding_tokens
+
+    @property
+    def num_live(self) -> int:
+        """Queries that are not padding."""
+        return sum(q_len > 0 for q_len in self.q_lens) if self.last_only else sum(self.q_lens)
 
     @property
     def pages_per_row(self) -> tuple[int, ...]:
@@ -132,6 +140,9 @@ class Case:
             cu_q_lens=self._pad_rows(rng, np.concatenate([[0], np.cumsum(self.q_lens)])),
             num_rows=_array(len(self.q_lens), jnp.int32),
         )
+        if self.last_only:  # padding queries are any others
+            last = [end - 1 for q_len, end in zip(self.q_lens, np.cumsum(self.q_lens), strict=True) if q_len]
+            q = jax.device_put(np.asarray(q)[np.resize(last, rows.kv_lens.size)])
         inputs = AttentionInputs(
             q,
             k,
@@ -250,6 +261,7 @@ def _numbers(kv_pages: Pages) -> tuple[np.ndarray, np.ndarray]:
 
 _NAN = float("nan")
 _RAGGED = ((1, 7, 1, 20, 1), (50, 7, 1, 61, 16))
+_EMPTY_TOO = ((9, 0, 1, 20, 0, 1, 3), (9, 5, 50, 61, 12, 16, 130))
 _SHARING = ((1,) * 9 + (7, 1, 20, 1), (129, 130, 191, 192, 193, 144, 160, 200, 140, 150, 135, 170, 131))
 
 _WRITTEN_NOW = ((150, *(1,) * 9, 7, 20), (150, 129, 130, 191, 192, 193, 144, 160, 200, 140, 150, 170))
@@ -319,6 +331,9 @@ CASES: tuple[Case, ...] = (
     Case("rope_no_live_rows", (), (), has_rope=True, padding_rows=2, padding_tokens=4),
     Case("rope_shared_prefix", *_SHARING, has_rope=True, shared_pages=8),
     Case("rope_sinks_window_soft_cap", *_RAGGED, has_rope=True, has_sinks=True, window=20, soft_cap=10.0),
+    Case("last_only", *_EMPTY_TOO, padding_rows=2, padding_tokens=5, has_rope=True, last_only=True),
+    Case("last_only_window_sinks", *_RAGGED, window=20, has_sinks=True, stale=_NAN, last_only=True),
+    Case("last_only_shared_prefix_written_now", *_WRITTEN_NOW, shared_pages=8, kv_dtype="int8", last_only=True),
     Case("tree_chain", *_RAGGED, tree="chain", padding_rows=2, padding_tokens=3),
     Case("tree_binary", (1, 31, 1, 70, 7), (300, 40, 1, 100, 7), tree="binary", has_rope=True),
     Case("tree_random", *_TREES, tree="random", padding_rows=2, padding_tokens=3),

@@ -36,8 +36,10 @@ def write_and_attend(
     dtype, layer = inputs.q.dtype, int(layer)
     inputs, pages = jax.tree.map(np.asarray, (inputs, kv_pages))
     q, k = (np.asarray(x).astype(np.float32) for x in (inputs.q, inputs.k))
+    last = np.resize([*_last_tokens(inputs.rows)] or [0], len(q))
     if inputs.rope is not None:
-        q, k = (rotate(x, np.asarray(inputs.rope)) for x in (q, k))
+        angles = np.asarray(inputs.rope)
+        q, k = rotate(q, angles[:, last] if options.last_only else angles), rotate(k, angles)
     vectors = k[:, 0]
     if inputs.v is not None:
         v = np.asarray(inputs.v).astype(np.float32)
@@ -143,11 +145,15 @@ def _attend(
     options: AttentionOptions,
 ) -> Float32[np.ndarray, "T Q V"]:
     """Attend with every query, rotated, over the keys that it sees; zeros for padding tokens."""
+    query_of = {token_id: index for index, token_id in enumerate(_last_tokens(inputs.rows))}
     rows, pages_of = inputs.rows, _tables(inputs.rows)
     vectors = _vectors(pages, layer, queries.shape[-1])
     sinks = None if inputs.sinks is None else np.asarray(inputs.sinks).astype(np.float32)
     out = np.zeros((*queries.shape[:2], options.rank or queries.shape[2]), np.float32)
     for row_id, token_id, position in _tokens(rows):
+        query = query_of.get(token_id) if options.last_only else token_id
+        if query is None:
+            continue
         positions = np.arange(position + 1)
         if inputs.tree_mask is not None:
             q_len = int(rows.cu_q_lens[row_id + 1]) - int(rows.cu_q_lens[row_id])
@@ -160,7 +166,7 @@ def _attend(
             positions = positions[np.isin(positions // page_size, np.asarray(read.columns[row_id])[:num_read])]
         positions = positions[-(options.window or len(positions)) :]
         k, v = _read(vectors, pages_of[row_id], positions, options.rank)
-        out[token_id] = _attend_one(queries[token_id], k, v, options, sinks)
+        out[query] = _attend_one(queries[query], k, v, options, sinks)
     return out
 
 
@@ -184,6 +190,13 @@ def _tokens(rows: RaggedRows) -> Iterator[tuple[int, int, int]]:
     for row_id in range(int(rows.num_rows)):
         for token_id in range(int(cu_q_lens[row_id]), int(cu_q_lens[row_id + 1])):
             yield row_id, token_id, int(kv_lens[row_id]) - int(cu_q_lens[row_id + 1]) + token_id
+
+
+def _last_tokens(rows: RaggedRows) -> Iterator[int]:
+    """Yield the last new token of each live row that has some."""
+    for start, end in zip(rows.cu_q_lens[: int(rows.num_rows)], rows.cu_q_lens[1:], strict=False):
+        if start < end:
+            yield int(end) - 1
 
 
 def _read(

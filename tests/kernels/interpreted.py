@@ -81,7 +81,7 @@ def run(case, name):
         pool = kernels.layout(values_of(kv_pages).shape[3:]).from_canonical(kv_pages)
         out, pool = jax.block_until_ready(jax.jit(attend, compiler_options=options)(inputs, pool, layer))
     out, expected_out = (np.asarray(x, np.float32) for x in (out, expected_out))
-    num_live, num_rotated = sum(case.q_lens), case.kind.rope_dim if case.has_rope and case.rank is not None else 0
+    num_live, num_rotated = case.num_live, case.kind.rope_dim if case.has_rope and case.rank is not None else 0
     return Found(
         error=float(np.max((np.abs(out - expected_out) / (1 + np.abs(expected_out)))[:num_live], initial=0)),
         pool_error=pool_error(to_canonical(name, pool, case.kind), expected_pool, num_rotated),

@@ -33,6 +33,7 @@ CASES: tuple[Case, ...] = (
     ),
     _case("bfloat16", *_RAGGED, has_rope=True, dtype="bfloat16", kv_dtype="bfloat16"),
     _case("float8", *_RAGGED, page_size=32, has_rope=True, kv_dtype="float8_e4m3fn", stale=_NAN),
+    _case("last_only", (9, 0, 1, 20), (9, 5, 50, 61), has_rope=True, padding_rows=2, padding_tokens=3, last_only=True),
     _case("tree", (32, 1, 33, 150, 5, 2), (77, 90, 33, 210, 300, 2), has_rope=True, tree="random", padding_tokens=3),
 )
 

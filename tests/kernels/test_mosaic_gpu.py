@@ -44,6 +44,7 @@ ALIKE = [
     "padding_tokens",
     "soft_cap",
     "sinks",
+    "last_only_window_sinks",
     "one_head",
     "many_rows_share_a_prefix",
     "many_rows_share_a_prefix_of_wide_heads",

@@ -48,6 +48,8 @@ RUN = [
     "tree_window_inside",
     "tree_int8",
     "rope_bfloat16",
+    "last_only",
+    "last_only_window_sinks",
     *(case.name for case in TPU_CASES),
 ]
 """Distinctive cases: other backends run all cases, which are slow here."""
