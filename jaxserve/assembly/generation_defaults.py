@@ -18,17 +18,12 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import token_id_set
 
 _LIMIT = "max_new_tokens"
-_GENERATION_CONFIG = {  # Hugging Face's name -> ours, as read by vLLM
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "skip_special_tokens": "skip_special_tokens",
-    _LIMIT: "max_tokens",
-}
+_SAME_NAMES = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    "skip_special_tokens",
+)
+# Hugging Face's name -> ours, as read by vLLM
+_GENERATION_CONFIG = {name: name for name in _SAME_NAMES} | {_LIMIT: "max_tokens"}
 
 
 def build_arch(config: EngineConfig) -> ArchConfig:
