@@ -46,6 +46,7 @@ constexpr int64_t kMinPageTokens = 4;  // width of the narrowest vectors in use
 constexpr int64_t kTilesPerThread = 4;  // minimum when rows would be joined to share pages
 constexpr int kGroup = 6;  // query vectors that the registers hold at once
 constexpr int kChunk = NATIVE_WIDTH == 16 ? 4 : 2;  // vectors of keys or values beside each query vector
+constexpr int64_t kFewGroups = 2;  // with more, computing takes longer than reading
 constexpr int64_t kSerialWrites = 16 << 10;               // elements; below, waking a thread costs more than it saves
 constexpr uint64_t kAllTokens = ~uint64_t{0};  // word of kBlockTokens bits
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
@@ -61,15 +62,18 @@ struct QueryTile {
   int64_t first_part, end_part, num_shared;
 };
 
+// Values of tokens on one page.
+template <typename Number>
+struct Span {
+  const Number* values;
+  int64_t first, num_tokens;  // counted from the block's start
+};
+
 // Up to kBlockTokens consecutive tokens of a row, for one KV head.
 template <int W, typename Number, typename Key>
 struct Block {
-  struct Span {  // tokens on one page
-    const Number* values;
-    int64_t first, num_tokens;  // counted from the block's start
-  };
   const Key* columns[kBlockTokens / W];  // keys, W tokens each; surplus columns repeat the last one
-  Span spans[kBlockTokens / kMinPageTokens + 1];
+  Span<Number> spans[kBlockTokens / kMinPageTokens + 1];
   int num_spans = 0;
   float key_scales[kBlockTokens], value_scales[kBlockTokens];  // of pools that have scales
 };
@@ -87,56 +91,68 @@ struct Scratch {
   }
 };
 
+// Memory that is fetched while a block is scored: columns of the next block, and `distance` elements after the keys of
+// this one its values.
+template <typename Number>
+struct Ahead {
+  const Number* const* columns;
+  int64_t distance;
+};
+
 // Compute scores of `Vectors` queries with `Columns` columns of W tokens each: to[vector][column].
-template <int W, typename Number, int Vectors, int Columns>
-void score(const float* q, const Number* const* columns, int64_t page_size, int64_t head_dim, float* to) {
-  F<W> sums[Vectors][Columns] = {};
+template <int W, typename Number, int Vectors, int Columns, bool Fetches>
+void score(const float* q, const Number* const* columns, Ahead<Number> ahead, int64_t page_size, int64_t head_dim,
+           float* to) {
+  F<W> sums[Vectors][Columns];
+  unrolled_pairs<Vectors, Columns>([&](int v, int c) NATIVE_INLINE { sums[v][c] = F<W>{}; });
   for (int64_t h = 0; h < head_dim; ++h) {
     F<W> k[Columns];
-    for (int c = 0; c < Columns; ++c) k[c] = load<W>(columns[c] + h * page_size);
-    for (int v = 0; v < Vectors; ++v) {
-      for (int c = 0; c < Columns; ++c) sums[v][c] += q[v * head_dim + h] * k[c];
-    }
+    unrolled<Columns>([&](int c) NATIVE_INLINE {
+      k[c] = load<W>(columns[c] + h * page_size);
+      if constexpr (Fetches) {
+        __builtin_prefetch(columns[c] + h * page_size + ahead.distance);
+        __builtin_prefetch(ahead.columns[c] + h * page_size);
+      }
+    });
+    unrolled_pairs<Vectors, Columns>([&](int v, int c) NATIVE_INLINE { sums[v][c] += q[v * head_dim + h] * k[c]; });
   }
-  for (int v = 0; v < Vectors; ++v) {
-    for (int c = 0; c < Columns; ++c) store<W>(to + v * kBlockTokens + c * W, sums[v][c]);
-  }
+  unrolled_pairs<Vectors, Columns>([&](int v, int c) NATIVE_INLINE { store<W>(to + v * kBlockTokens + c * W, sums[v][c]); });
 }
 
-// Add the weighted values of some tokens to `Chunks` vectors of the sums of `Vectors` queries.
+// Add the weighted values of some spans, from their element `first` on, to `Chunks` vectors of the sums of `Vectors`
+// queries.
 template <int W, typename Number, int Vectors, int Chunks>
-void accumulate(const float* weights, const Number* values, int64_t num_tokens, int64_t head_dim, float* sums) {
+void accumulate(const float* weights, const Span<Number>* spans, int num_spans, int64_t first, int64_t head_dim,
+                float* sums) {
   F<W> sum[Vectors][Chunks];
-  for (int v = 0; v < Vectors; ++v) {
-    for (int c = 0; c < Chunks; ++c) sum[v][c] = load<W>(sums + v * head_dim + c * W);
-  }
-  for (int64_t t = 0; t < num_tokens; ++t) {
-    F<W> value[Chunks];
-    for (int c = 0; c < Chunks; ++c) value[c] = load<W>(values + t * head_dim + c * W);
-    for (int v = 0; v < Vectors; ++v) {
-      for (int c = 0; c < Chunks; ++c) sum[v][c] += weights[v * kBlockTokens + t] * value[c];
+  unrolled_pairs<Vectors, Chunks>([&](int v, int c) NATIVE_INLINE { sum[v][c] = load<W>(sums + v * head_dim + c * W); });
+  for (int i = 0; i < num_spans; ++i) {
+    const float* weight = weights + spans[i].first;
+    const Number* values = spans[i].values + first;
+    for (int64_t t = 0; t < spans[i].num_tokens; ++t) {
+      F<W> value[Chunks];
+      unrolled<Chunks>([&](int c) NATIVE_INLINE { value[c] = load<W>(values + t * head_dim + c * W); });
+      unrolled_pairs<Vectors, Chunks>([&](int v, int c) NATIVE_INLINE { sum[v][c] += weight[v * kBlockTokens + t] * value[c]; });
     }
   }
-  for (int v = 0; v < Vectors; ++v) {
-    for (int c = 0; c < Chunks; ++c) store<W>(sums + v * head_dim + c * W, sum[v][c]);
-  }
+  unrolled_pairs<Vectors, Chunks>([&](int v, int c) NATIVE_INLINE { store<W>(sums + v * head_dim + c * W, sum[v][c]); });
 }
 
 // Functions indexed by the number of vectors, from 1 to kGroup.
 template <int W, typename Number>
 struct ByVectors {
-  using Score = void (*)(const float*, const Number* const*, int64_t, int64_t, float*);
-  using Accumulate = void (*)(const float*, const Number*, int64_t, int64_t, float*);
-  template <int... V>
+  using Score = void (*)(const float*, const Number* const*, Ahead<Number>, int64_t, int64_t, float*);
+  using Accumulate = void (*)(const float*, const Span<Number>*, int, int64_t, int64_t, float*);
+  template <bool Fetches, int... V>
   static constexpr std::array<Score, kGroup> scores(std::integer_sequence<int, V...>) {
-    return {score<W, Number, V + 1, kChunk>...};
+    return {score<W, Number, V + 1, kChunk, Fetches>...};
   }
   template <int Chunks, int... V>
   static constexpr std::array<Accumulate, kGroup> accumulates(std::integer_sequence<int, V...>) {
     return {accumulate<W, Number, V + 1, Chunks>...};
   }
   static constexpr auto all = std::make_integer_sequence<int, kGroup>{};
-  static constexpr std::array<Score, kGroup> score_of = scores(all);
+  static constexpr std::array<Score, kGroup> score_of = scores<false>(all), fetching_score_of = scores<true>(all);
   // Functions indexed by log2 of the number of chunks, up to kChunk, and by the number of vectors.
   static constexpr std::array<std::array<Accumulate, kGroup>, 3> accumulate_of = {
       accumulates<1>(all), accumulates<2>(all), accumulates<kChunk>(all)};
@@ -149,6 +165,8 @@ class Attention {
   static constexpr bool kConverts = kIsInt4 || (kHasScales<Number> && W == 4);
   using Element = std::conditional_t<kConverts, float, Number>;  // of values as they meet weights
   using Key = std::conditional_t<kLatents, float, Element>;    // of keys as they meet queries
+  static constexpr bool kInPlace = !kLatents && !kConverts;    // whether keys and values are read from the pool
+  using Columns = std::array<const Key*, kBlockTokens / W>;
 
  public:
   explicit Attention(const AttentionProblem& p)
@@ -347,7 +365,8 @@ class Attention {
     }
     for (int64_t block = 0; block < tile.num_shared; block += kBlockTokens) {
       const auto keys = find_block(parts_[tile.first_part].row, kv_head, block, block, block + kBlockTokens, scratch);
-      score_block(keys, kBlockTokens, 0, num_vectors, scratch);
+      const auto next = next_columns(parts_[tile.first_part].row, kv_head, block + kBlockTokens, tile.num_shared);
+      score_block(keys, kBlockTokens, next, 0, num_vectors, scratch);
       for (int64_t v = 0; v < num_vectors; ++v) absorb(keys, kAllTokens, v, scratch);
       add_values(keys, 0, num_vectors, scratch);
     }
@@ -366,7 +385,8 @@ class Attention {
     for (int64_t start = std::max(done, first / kBlockTokens * kBlockTokens); start < end; start += kBlockTokens) {
       const int64_t stop = std::min(end, start + kBlockTokens);
       const auto block = find_block(part.row, kv_head, start, std::max(start, first), stop, s);
-      score_block(block, stop - start, vector, num_vectors, s);
+      const auto next = next_columns(part.row, kv_head, start + kBlockTokens, end);
+      score_block(block, stop - start, next, vector, num_vectors, s);
       for (int64_t v = 0; v < num_vectors; ++v) absorb(block, visible_tokens(part, v / group_, start), vector + v, s);
       add_values(block, vector, num_vectors, s);
     }
@@ -419,6 +439,18 @@ class Attention {
     }
     for (; column < kBlockTokens / W; ++column) block.columns[column] = block.columns[column - 1];
     return block;
+  }
+
+  // Return the columns of the keys of the block at `start`, the last token's from `end` on, if keys are read in place.
+  Columns next_columns(int64_t row, int64_t kv_head, int64_t start, int64_t end) const {
+    Columns columns = {};
+    if constexpr (kInPlace) {
+      for (int i = 0; i < kBlockTokens / W; ++i) {
+        const int64_t position = std::min(start + i * W, end - 1);
+        columns[i] = keys(page_of(row, position), kv_head) + position % p_.page_size;
+      }
+    }
+    return columns;
   }
 
   // Return the keys of W tokens of a page, the first of them `at` tokens after the block's start.
@@ -490,14 +522,25 @@ class Attention {
     }
   }
 
-  // Score `num_vectors` vectors with the first `num_tokens` of a block; the scores after those are garbage.
-  void score_block(const Block<W, Element, Key>& block, int64_t num_tokens, int64_t vector, int64_t num_vectors,
-                   Scratch& s) const {
+  // Return the first vector and the size of a group, of some of nearly equal size.
+  static std::pair<int64_t, int64_t> group_of(int64_t vector, int64_t num_vectors, int64_t index, int64_t num_groups) {
+    const int64_t first = index * num_vectors / num_groups, end = (index + 1) * num_vectors / num_groups;
+    return {vector + first, end - first};
+  }
+
+  // Score `num_vectors` vectors with the first `num_tokens` of a block; the scores after those are garbage. `next` are
+  // the columns to fetch meanwhile, if keys are read in place.
+  void score_block(const Block<W, Element, Key>& block, int64_t num_tokens, const Columns& next, int64_t vector,
+                   int64_t num_vectors, Scratch& s) const {
+    const int64_t num_groups = (num_vectors + kGroup - 1) / kGroup;
     for (int64_t first = 0; first < num_tokens; first += kChunk * W) {
-      for (int64_t v = vector, left = num_vectors; left > 0; v += kGroup, left -= kGroup) {
-        const auto score = ByVectors<W, Key>::score_of[std::min<int64_t>(kGroup, left) - 1];
-        score(&s.q[v * p_.head_dim], block.columns + first / W, key_stride_, p_.head_dim,
-              &s.scores[v * kBlockTokens + first]);
+      for (int64_t i = 0; i < num_groups; ++i) {
+        const auto [v, size] = group_of(vector, num_vectors, i, num_groups);
+        const bool fetches = kInPlace && num_groups <= kFewGroups && i == 0;
+        const auto& by_vectors = fetches ? ByVectors<W, Key>::fetching_score_of : ByVectors<W, Key>::score_of;
+        const Ahead<Key> ahead{next.data() + first / W, page_elements_};
+        by_vectors[size - 1](&s.q[v * p_.head_dim], block.columns + first / W, ahead, key_stride_, p_.head_dim,
+                             &s.scores[v * kBlockTokens + first]);
       }
     }
   }
@@ -527,9 +570,11 @@ class Attention {
     F<W> largest = score[0];
     for (int c = 1; c < kColumns; ++c) largest = max<W>(largest, score[c]);
     const float max_score = std::max(s.max_scores[vector], max_lanes<W>(largest));
-    const float rescale = exp_of_negative<4>(all<4>(s.max_scores[vector] - max_score))[0];
+    if (const float before = s.max_scores[vector]; before != max_score) {
+      rescale(exp_of_negative<4>(all<4>(before - max_score))[0], vector, s);
+    }
     s.max_scores[vector] = max_score;
-    F<W> total = load<W>(&s.weights[vector * W]) * rescale;
+    F<W> total = load<W>(&s.weights[vector * W]);
     for (int c = 0; c < kColumns; ++c) {
       F<W> weight = exp_of_negative<W>(score[c] - max_score);
       total += weight;
@@ -537,9 +582,11 @@ class Attention {
       store<W>(scores + c * W, weight);
     }
     store<W>(&s.weights[vector * W], total);
-    if (rescale != 1.0f) {
-      for (int64_t h = 0; h < p_.value_dim; ++h) s.sums[vector * p_.head_dim + h] *= rescale;
-    }
+  }
+
+  void rescale(float factor, int64_t vector, Scratch& s) const {
+    store<W>(&s.weights[vector * W], load<W>(&s.weights[vector * W]) * factor);
+    for (int64_t h = 0; h < p_.value_dim; ++h) s.sums[vector * p_.head_dim + h] *= factor;
   }
 
   static I<W> lane_bits() {
@@ -557,15 +604,13 @@ class Attention {
 
   // Add the weighted values of a block's tokens.
   void add_values(const Block<W, Element, Key>& block, int64_t vector, int64_t num_vectors, Scratch& s) const {
-    const int64_t H = p_.head_dim, V = p_.value_dim;
+    const int64_t H = p_.head_dim, V = p_.value_dim, num_groups = (num_vectors + kGroup - 1) / kGroup;
     for (int64_t h = 0, chunks; h < V; h += chunks * W) {  // outside, so that values stay in the first-level cache
       chunks = V - h >= kChunk * W ? kChunk : V - h >= 2 * W ? 2 : 1;
-      for (int64_t v = vector, left = num_vectors; left > 0; v += kGroup, left -= kGroup) {
-        const auto accumulate = ByVectors<W, Element>::accumulate_of[chunks / 2][std::min<int64_t>(kGroup, left) - 1];
-        for (int i = 0; i < block.num_spans; ++i) {
-          const auto& span = block.spans[i];
-          accumulate(&s.scores[v * kBlockTokens + span.first], span.values + h, span.num_tokens, H, &s.sums[v * H + h]);
-        }
+      for (int64_t i = 0; i < num_groups; ++i) {
+        const auto [v, size] = group_of(vector, num_vectors, i, num_groups);
+        const auto accumulate = ByVectors<W, Element>::accumulate_of[chunks / 2][size - 1];
+        accumulate(&s.scores[v * kBlockTokens], block.spans, block.num_spans, h, H, &s.sums[v * H + h]);
       }
     }
   }

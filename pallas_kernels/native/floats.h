@@ -147,10 +147,10 @@ inline NATIVE_INLINE void accumulate(F<NATIVE_WIDTH> (&sums)[Tokens][V], const t
                                      int64_t stride, int64_t size, const float* x) {
   constexpr int W = NATIVE_WIDTH;
   Format::template each<V, FromMemory>(from, stride, size, [&](int64_t k, const F<W>(&w)[V]) NATIVE_INLINE {
-    for (int t = 0; t < Tokens; ++t) {
+    unrolled<Tokens>([&](int t) NATIVE_INLINE {
       const F<W> input = all<W>(x[k * Tokens + t]);
-      for (int v = 0; v < V; ++v) sums[t][v] = fma<W>(input, w[v], sums[t][v]);
-    }
+      unrolled<V>([&](int v) NATIVE_INLINE { sums[t][v] = fma<W>(input, w[v], sums[t][v]); });
+    });
   });
 }
 
@@ -159,12 +159,10 @@ template <int Tokens, int V>
 inline NATIVE_INLINE void add_group(F<NATIVE_WIDTH> (&sums)[Tokens][V], const F<NATIVE_WIDTH> (&part)[Tokens][V],
                                     const GroupScales<V>& group, const float* group_sums) {
   constexpr int W = NATIVE_WIDTH;
-  for (int t = 0; t < Tokens; ++t) {
-    for (int v = 0; v < V; ++v) {
-      const F<W> sum = group_sums ? fma<W>(all<W>(-group_sums[t]), group.zeros[v], part[t][v]) : part[t][v];
-      sums[t][v] = fma<W>(group.scales[v], sum, sums[t][v]);
-    }
-  }
+  unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE {
+    const F<W> sum = group_sums ? fma<W>(all<W>(-group_sums[t]), group.zeros[v], part[t][v]) : part[t][v];
+    sums[t][v] = fma<W>(group.scales[v], sum, sums[t][v]);
+  });
 }
 
 // Compute y of a tile for `Panels` panels from `panel` on.
@@ -193,37 +191,50 @@ struct ColumnBlock {
   const float* weights;  // [panels][columns, 16]
   int64_t stride;        // floats per panel
   int64_t panel, first_column, num_columns;
+  NextBlock next;
 };
+
+// Add the products of columns [first, first + size) of a block to the sums.
+template <int Tokens, int V>
+inline NATIVE_INLINE void accumulate_block(F<NATIVE_WIDTH> (&sums)[Tokens][V], ColumnBlock& block, int64_t first,
+                                           int64_t size, const float* x) {
+  for (int64_t k = first, left = size; left > 0; k += NextBlock::kStepColumns, left -= NextBlock::kStepColumns) {
+    block.next.fetch();
+    const int64_t step = std::min(left, NextBlock::kStepColumns);
+    accumulate<Floats<float>, false>(sums, block.weights + k * kPanelRows, block.stride, step, x + k * Tokens);
+  }
+}
 
 // Add one block's products to a tile's sums [Tokens, V], and write y after the last block.
 template <bool Grouped, int Tokens, int Panels>
-void multiply_block(const LinearProblem& p, const Tile& tile, const ColumnBlock& block, float* kept) {
+void multiply_block(const LinearProblem& p, const Tile& tile, ColumnBlock& block, float* kept) {
   constexpr int W = NATIVE_WIDTH, V = Panels * kVectors;
-  F<W> sums[Tokens][V] = {};
+  F<W> sums[Tokens][V];
   if (block.first_column > 0) {
-    for (int t = 0; t < Tokens; ++t) {
-      for (int v = 0; v < V; ++v) sums[t][v] = load<W>(kept + (t * V + v) * W);
-    }
+    unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { sums[t][v] = load<W>(kept + (t * V + v) * W); });
+  } else {
+    unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { sums[t][v] = F<W>{}; });
   }
   const float* x = tile.x + block.first_column * Tokens;
   if constexpr (Grouped) {
     const int64_t num_groups = p.num_inputs / p.group_size;
     int64_t group = block.first_column / p.group_size;
     for (int64_t k = 0; k < block.num_columns; k += p.group_size, ++group) {
-      F<W> part[Tokens][V] = {};
-      accumulate<Floats<float>, false>(part, block.weights + k * kPanelRows, block.stride, p.group_size, x + k * Tokens);
+      F<W> part[Tokens][V];
+      unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { part[t][v] = F<W>{}; });
+      accumulate_block(part, block, k, p.group_size, x);
       const float* group_sums = tile.group_sums ? tile.group_sums + group * Tokens : nullptr;
       add_group(sums, part, GroupScales<V>(p, group_sums != nullptr, num_groups, block.panel, group), group_sums);
     }
   } else {
-    accumulate<Floats<float>, false>(sums, block.weights, block.stride, block.num_columns, x);
+    accumulate_block(sums, block, 0, block.num_columns, x);
   }
   if (block.first_column + block.num_columns == p.num_inputs) {
-    finish<Tokens, Panels>(p, tile.first_token, block.panel, sums);
+    F<W> finished[Tokens][V];  // a copy: `finish` has loops
+    unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { finished[t][v] = sums[t][v]; });
+    finish<Tokens, Panels>(p, tile.first_token, block.panel, finished);
   } else {
-    for (int t = 0; t < Tokens; ++t) {
-      for (int v = 0; v < V; ++v) store<W>(kept + (t * V + v) * W, sums[t][v]);
-    }
+    unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { store<W>(kept + (t * V + v) * W, sums[t][v]); });
   }
 }
 
@@ -249,7 +260,7 @@ constexpr int lone_panels(int num_tokens) {
 }
 
 using Multiply = void (*)(const LinearProblem&, const Tile&, int64_t);
-using MultiplyBlock = void (*)(const LinearProblem&, const Tile&, const ColumnBlock&, float*);
+using MultiplyBlock = void (*)(const LinearProblem&, const Tile&, ColumnBlock&, float*);
 template <typename Function>
 using ByTokens = std::array<Function, kMaxTileTokens>;
 using TokenCounts = std::make_integer_sequence<int, kMaxTileTokens>;
@@ -376,6 +387,10 @@ void multiply_blocks(const LinearProblem& p, const PackedTokens<Format>& tokens,
   struct Converted;
   float* converted = scratch<Converted>(kPanels * columns * kPanelRows);
   const auto* weights = static_cast<const typename Format::Weight*>(p.weight);
+  const auto address = [&](int64_t panel, int64_t column) {
+    return weights + panel * stride + column / unit * (unit == 1 ? kPanelRows : group_stride);
+  };
+  const auto panels_at = [&](int64_t panel, int64_t end) { return panel + kPanels <= end ? kPanels : 1; };
 
   for (int64_t group = first_panel; group < end_panel; group += kGroupPanels) {
     const int64_t end = std::min(group + kGroupPanels, end_panel);
@@ -383,23 +398,31 @@ void multiply_blocks(const LinearProblem& p, const PackedTokens<Format>& tokens,
       float* kept = sums;
       const int64_t num_columns = std::min(columns, K - column);
       for (int64_t panel = group; panel < end;) {
-        const int num_panels = panel + kPanels <= end ? kPanels : 1;
-        ColumnBlock block{converted, columns * kPanelRows, panel, column, num_columns};
+        const int num_panels = panels_at(panel, end);
+        ColumnBlock block{converted, columns * kPanelRows, panel, column, num_columns, {}};
         if constexpr (std::is_same_v<Format, Floats<float>>) {
-          block.weights = weights + panel * stride + column * kPanelRows;
+          block.weights = address(panel, column);
           block.stride = stride;
         } else {
           for (int i = 0; i < num_panels; ++i) {
-            const auto* from = weights + (panel + i) * stride + column / unit * (unit == 1 ? kPanelRows : group_stride);
-            convert<Format>(from, num_columns, p.group_size, converted + i * block.stride);
+            convert<Format>(address(panel + i, column), num_columns, p.group_size, converted + i * block.stride);
           }
         }
         const auto& by_tokens = num_panels == kPanels ? pairs : singles;
+        panel += num_panels;
+        const int64_t next_column = panel < end ? column : column + columns < K ? column + columns : 0;
+        const int64_t next_panel = panel < end ? panel : next_column > 0 ? group : end;
+        if (next_panel < end_panel) {
+          const auto* from = address(next_panel, next_column);
+          const auto* to = address(next_panel, std::min(next_column + columns, K));
+          const int64_t bytes = (to - from) * int64_t{sizeof(*from)}, panel_bytes = stride * int64_t{sizeof(*from)};
+          const int64_t num_calls = std::max<int64_t>(1, num_columns / NextBlock::kStepColumns * num_tiles);
+          block.next = NextBlock(from, bytes, panel_bytes, panels_at(next_panel, next_panel < end ? end : end_panel), num_calls);
+        }
         for (int64_t i = first_tile; i < end_tile; ++i, kept += kTileSums) {
           const Tile tile = tokens.tile(i);
           by_tokens[tile.num_tokens - 1](p, tile, block, kept);
         }
-        panel += num_panels;
       }
     }
   }

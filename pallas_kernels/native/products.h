@@ -53,6 +53,35 @@ inline NATIVE_INLINE void prefetch(const Element* from, int64_t stride) {
   }
 }
 
+// Weights of the next block, fetched to the second-level cache some lines at a time while tiles pass the present block:
+// reading and computing overlap.
+class NextBlock {
+ public:
+  static constexpr int64_t kStepColumns = 16;  // columns between two calls of `fetch`
+
+  NextBlock() = default;
+  // `num_bytes` of each panel are fetched by `num_calls` calls.
+  NextBlock(const void* from, int64_t num_bytes, int64_t panel_bytes, int64_t num_panels, int64_t num_calls)
+      : from_(static_cast<const char*>(from)),
+        end_(from_ + num_bytes),
+        panel_bytes_(num_panels > 1 ? panel_bytes : 0),
+        call_bytes_((num_bytes + num_calls - 1) / num_calls + kLineBytes - 1) {
+    call_bytes_ -= call_bytes_ % kLineBytes;
+  }
+
+  inline NATIVE_INLINE void fetch() {
+    static_assert(kPanels <= 2);
+    for (const char* end = std::min(from_ + call_bytes_, end_); from_ < end; from_ += kLineBytes) {
+      __builtin_prefetch(from_, 0, 2);
+      if (kPanels > 1) __builtin_prefetch(from_ + panel_bytes_, 0, 2);
+    }
+  }
+
+ private:
+  const char *from_ = nullptr, *end_ = nullptr;
+  int64_t panel_bytes_ = 0, call_bytes_ = 0;
+};
+
 // Return how many elements of memory a group of columns takes in one row of a panel.
 template <typename Format>
 int64_t group_elements(int64_t size) {

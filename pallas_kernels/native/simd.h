@@ -25,6 +25,12 @@ inline NATIVE_INLINE void unrolled(const Use& use) {
   unrolled(std::make_integer_sequence<int, N>{}, use);
 }
 
+// Call use(i, j) for i in [0, N) and j in [0, M) without a loop.
+template <int N, int M, typename Use>
+inline NATIVE_INLINE void unrolled_pairs(const Use& use) {
+  unrolled<N>([&](int i) NATIVE_INLINE { unrolled<M>([&](int j) NATIVE_INLINE { use(i, j); }); });
+}
+
 template <int W>
 struct Simd {
   typedef float F __attribute__((vector_size(4 * W)));
