@@ -211,6 +211,7 @@ def _open_files(
 
 
 def _key(seed: int) -> bytes:
+    """Return a run seed as the key of fingerprints and derived seeds."""
     return str(seed).encode()
 
 
@@ -415,6 +416,7 @@ def _parse_json(raw: bytes) -> Json:
 
 
 def _refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and infinities, which Python's JSON reader would accept."""
     raise ValueError(f"{name} is not JSON")
 
 

@@ -153,6 +153,7 @@ class BodyReader:
 
 
 def _no_object(content: object, where: str, param: str) -> BadRequestError:
+    """Return the error for a value at `where`, in the body field `param`, that must be an object."""
     return BadRequestError(f"{where} must be an object, got {brief(content)}", param)
 
 

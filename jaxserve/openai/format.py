@@ -202,6 +202,7 @@ class ParsedRequest:
 
     @property
     def is_chat(self) -> bool:
+        """True if the request is a chat, not a completion or a request for vectors."""
         return self.url == CHAT
 
 

@@ -59,12 +59,14 @@ class MessageReply(AnyReply):
         self._end: Json = {}
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole message as Anthropic's JSON object; the only output has ended."""
         for increment in OutputReader(outputs[0]).read():
             for _ in self._changes(increment):
                 pass
         return self._message | {"content": self._blocks.blocks} | self._end | {"usage": self._usage(outputs)}
 
     def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
+        """Yield the encoded server-sent events for new increments of the only output."""
         if not self._is_begun:  # not in `first_events`, when the number of cached tokens is not known yet
             self._is_begun = True
             usage = self._usage([output]) | {"output_tokens": 0}
@@ -74,10 +76,12 @@ class MessageReply(AnyReply):
             yield from map(_event, self._changes(increment))
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield the encoded events that end the stream: stop reason and token counts."""
         yield _event({"type": "message_delta", "delta": self._end, "usage": self._usage(outputs)})
         yield _event({"type": "message_stop"})
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
+        """Yield the encoded event that ends a failed stream."""
         yield _event(message_error_body(error))
 
     def _changes(self, increment: Increment) -> Iterator[Json]:

@@ -80,10 +80,12 @@ class PoolingReply(AnyReply):
         self._head = {"id": name, "object": "list", "created": reply.created_s, "model": reply.request.model}
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply as a JSON object: one vector, or one label, for each output."""
         body = self.lazy_body(outputs)
         return body | {"data": list(body["data"])}
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply as a JSON object with an iterator for its vectors or labels."""
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         data = (self._entry(index, vector_of(output)) for index, output in enumerate(outputs))
         usage: Json = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

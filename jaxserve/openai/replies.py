@@ -82,9 +82,7 @@ class Reply(AnyReply):
         fingerprint: name of the engine's configuration, from `system_fingerprint`.
 
     Attributes:
-        request: the request.
-        response_id: name of the reply.
-        created_s: arrival time, in seconds since 1970.
+        request, response_id, created_s: the arguments.
     """
 
     def __init__(
@@ -111,21 +109,21 @@ class Reply(AnyReply):
         self._listed: Callable[[Iterator[Any]], Any] = list  # makes log probability lists
         self._num_sent: dict[int, int] = {}  # sent tokens by choice
         self._begun: set[int] = set()  # choices with a first part sent
-        suffix = ".chunk" if request.is_chat else ""
-        head = json.dumps(self._head | {"object": self._head["object"] + suffix})[:-1] + ', "choices": [{"index": '
-        self._chunk_head = head
-        kind, closed = ('"delta": {"content": ', "}") if request.is_chat else ('"text": ', "")
-        self._text_head = f", {kind}"
-        usage = ', "usage": null' if request.include_usage else ""
+        # JSON parts of chunks, which are joined rather than encoded each time
+        chunk = self._head | {"object": "chat.completion.chunk" if request.is_chat else "text_completion"}
+        self._chunk_head = json.dumps(chunk)[:-1] + ', "choices": [{"index": '
+        self._text_head, closed = (', "delta": {"content": ', "}") if request.is_chat else (', "text": ', "")
+        self._usage_tail = usage = ', "usage": null' if request.include_usage else ""
         unset = "" if request.is_chat else ', "stop_reason": null, "prompt_token_ids": null'
         self._text_tail = f'{closed}, "logprobs": null, "finish_reason": null{unset}, "token_ids": null}}]{usage}}}\n\n'
-        self._usage_tail = usage
         self._is_plain = not (request.return_token_ids or request.continuous_usage or request.echo)
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply as OpenAI's JSON object; all outputs have ended."""
         return self._whole(list(self._choices(outputs)), outputs)
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply as OpenAI's JSON object, with iterators for choices and log probabilities."""
         self._listed = iter
         choices = self._choices(outputs)
         return self._whole(list(choices) if self.request.is_chat else choices, outputs)
@@ -184,6 +182,7 @@ class Reply(AnyReply):
         return counts
 
     def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
+        """Yield the encoded chunks for an output's new increments; `number` is the index of its prompt."""
         request, is_chat, is_plain = self.request, self.request.is_chat, self._is_plain
         for increment in increments:
             index = self._index(number, increment)
@@ -231,6 +230,7 @@ class Reply(AnyReply):
         return self._readers[index]
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield the encoded events that end the stream: token counts, if requested, and the end mark."""
         if self.request.include_usage:
             head = self._chunk_head.removesuffix('{"index": ')
             metrics = _metrics(self.request, outputs) or {}
@@ -240,6 +240,7 @@ class Reply(AnyReply):
         yield DONE
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
+        """Yield the encoded events that end a failed stream."""
         yield f"data: {json.dumps(error_body(error))}\n\n".encode()
         yield DONE
 

@@ -46,16 +46,19 @@ class ResponseReply(AnyReply):
         self._response = head | _repeated_fields(chat.request, body)
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole response as a JSON object; the only output has ended."""
         for increment in OutputReader(outputs[0]).read():
             for _ in self._changes(increment):
                 pass
         return self._final(outputs)[1]["response"]
 
     def first_events(self) -> Iterator[bytes]:
+        """Yield the encoded events that begin a stream, before any output."""
         for kind in ("created", "in_progress"):
             yield self._sent((kind, {"response": self._response | {"status": "in_progress"}}))
 
     def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
+        """Yield the encoded server-sent events for new increments of the only output."""
         for increment in increments:
             for event in self._changes(increment):
                 if event[0] == _TEXT_DELTA and not event[1]["logprobs"]:  # nearly always
@@ -64,10 +67,12 @@ class ResponseReply(AnyReply):
                     yield self._sent(event)
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield the encoded events that end the stream; one has the whole response."""
         yield self._sent(self._final(outputs))
         yield DONE
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
+        """Yield the encoded events that end a failed stream."""
         problem = {"code": "server_error", "message": shown_message(as_bad_request(error))}
         failed = self._response | {"status": "failed", "output": self._items.items, "error": problem}
         yield self._sent(("failed", {"response": failed}))
@@ -243,6 +248,7 @@ def _usage(usage: Json) -> Json:
 
 
 def _without_nulls(content: Json) -> Json:
+    """Return an object without its null members."""
     return {name: value for name, value in content.items() if value is not None}
 
 

@@ -152,6 +152,7 @@ class ScoringReply(AnyReply):
         self._texts = _read_texts(self._request.url, {name: value for name, value in body.items() if value is not None})
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply as a JSON object: scores in order, or documents with the best score first."""
         scores = self._scores(outputs)
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

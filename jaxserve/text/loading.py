@@ -128,10 +128,12 @@ def _spans(backend: tokenizers.Tokenizer, text: str) -> tuple[TokenIds, list[tup
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> TokenIds:
+    """Return a text's token ids, while other threads run if it is long."""
     return encode_freely(backend, text, len(text), add_special_tokens=add_special_tokens)
 
 
 def _encode_pair(backend: tokenizers.Tokenizer, first: str, second: str) -> TokenIds:
+    """Return the token ids of two texts as one prompt, with special tokens."""
     return encode_freely(backend, (first, second), len(first) + len(second), add_special_tokens=True)
 
 

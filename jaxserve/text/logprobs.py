@@ -111,6 +111,7 @@ class LogprobList(LazyEntries[Entry], Generic[Entry]):
                 time.sleep(0)
 
     def _read(self, position: int) -> Any:
+        """Return the entry at a position from 0, an earlier one if it was built before."""
         return self._built[position] if position < len(self._built) else self._build(position)
 
     def _build(self, position: int) -> Any:
@@ -164,6 +165,7 @@ class LogprobPart(LazyEntries[Entry], Generic[Entry]):
         return len(self._positions)
 
     def _read(self, position: int) -> Any:
+        """Return the entry at a position from 0 in the slice."""
         return self._entries[self._positions[position]]
 
 

@@ -289,6 +289,7 @@ class ExactSchema:
 
 
 def _without_definitions(schema: Json) -> Json:
+    """Return a schema without its keywords `$defs` and `definitions`."""
     return {key: value for key, value in schema.items() if key not in _DEFINITIONS}
 
 
