@@ -178,7 +178,7 @@ class _Running:
         elif position + 1 == (self.params.max_tokens or 40):
             text.finish()
             completion.finish_reason = "length"
-        completion.text = text.text
+        completion.text = str(text.visible)
 
 
 class FakeLLM:

@@ -43,11 +43,6 @@ class Detokenizer:
         self._found: str | None = None
         self._finished = False
 
-    @property
-    def text(self) -> str:
-        """`visible` as a string."""
-        return str(self.visible)
-
     def push(self, token_ids: Sequence[int]) -> str | None:
         """Append tokens to the text; return the stop string that ends it, or None so far. Later tokens have no effect.
 

@@ -7,7 +7,7 @@ since a wrong split would silently give other ids.
 
 import mmap
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,18 +128,12 @@ def load(path: Path) -> tuple[Tokenizer, dict[str, Any], list[int]]:
         backend.post_processor = processors.TemplateProcessing(
             single=[*first, "$A", *last], special_tokens=[(token, vocab[token]) for token in {*first, *last}]
         )
-    if templates := dict(_templates(metadata)):
+    parts = {key: key.partition(".") for key in metadata}
+    templates = {name or "default": metadata[key] for key, (base, _, name) in parts.items() if base == "chat_template"}
+    if templates:
         config["chat_template"] = templates
     ends = [vocab[token] for token in control if token in _ENDS]
     return backend, config, [*ends, *(ggml[key] for key in ("eot_token_id", "eom_token_id") if key in ggml)]
-
-
-def _templates(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the Jinja source of each chat template."""
-    for key, value in metadata.items():
-        base, _, name = key.partition(".")
-        if base == "chat_template":
-            yield name or "default", value
 
 
 def _byte_level(ggml: Mapping[str, Any], vocab: dict[str, int], kinds: Sequence[int]) -> tuple[Tokenizer, bool]:

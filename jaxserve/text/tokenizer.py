@@ -78,11 +78,6 @@ class Tokenizer:
         """Lower bound on the number of tokens in a text."""
         return self.new_bound()
 
-    @property
-    def eos_token_id(self) -> int | None:
-        """Id that ends a sequence, the first if there are several; None without one."""
-        return self.eos_token_ids[0] if self.eos_token_ids else None
-
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None, *, keeps_first: bool = False
     ) -> TokenIds:

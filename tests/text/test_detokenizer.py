@@ -20,11 +20,11 @@ def incremental(tokenizer: Tokenizer, ids: list[int], **params: object) -> tuple
     shown = ""
     for token_id in ids:
         detokenizer.push([token_id])
-        assert detokenizer.text.startswith(shown)
-        shown = detokenizer.text
+        assert str(detokenizer.visible).startswith(shown)
+        shown = str(detokenizer.visible)
     stop = detokenizer.finish()
-    assert detokenizer.text.startswith(shown)
-    return detokenizer.text, stop
+    assert str(detokenizer.visible).startswith(shown)
+    return str(detokenizer.visible), stop
 
 
 @settings(max_examples=examples(100))
@@ -57,7 +57,7 @@ def test_text_continues_the_prompt(family: Tokenizer, prompt: str, text: str) ->
         detokenizer.finish()
         before = family.decode(whole[:split])
         if not before.endswith("\N{REPLACEMENT CHARACTER}"):  # else the prompt ends within a character
-            assert before + detokenizer.text == family.decode(whole)
+            assert before + str(detokenizer.visible) == family.decode(whole)
 
 
 def test_invalid_fallback_bytes_leave_valid_ones_visible(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_incomplete_characters_are_held_back(byte_level: Tokenizer) -> None:
     for byte in "a😀é".encode():
         token = next(c for c in alphabet.alphabet() if byte_level.byte_table[backend.token_to_id(c)] == bytes([byte]))
         detokenizer.push([backend.token_to_id(token)])
-        texts.append(detokenizer.text)
+        texts.append(str(detokenizer.visible))
     assert texts == ["a", "a", "a", "a", "a😀", "a😀", "a😀é"]
 
 
@@ -109,7 +109,7 @@ def test_stop_strings_end_the_text_across_token_boundaries(
     at_once = Detokenizer(byte_level, SamplingParams(stop=stops, include_stop_str_in_output=keep))
     at_once.push(ids)
     at_once.finish()
-    assert at_once.text == text
+    assert str(at_once.visible) == text
 
 
 def test_no_part_of_a_stop_string_is_ever_shown(byte_level: Tokenizer) -> None:
@@ -118,11 +118,11 @@ def test_no_part_of_a_stop_string_is_ever_shown(byte_level: Tokenizer) -> None:
     for token_id in byte_level.encode("a stopped st") + byte_level.encode("op! b"):
         if detokenizer.push([token_id]) is not None:
             break
-        shown.append(detokenizer.text)
+        shown.append(str(detokenizer.visible))
     assert not any(text.endswith(("s", "st", "sto", "stop")) for text in shown)
-    assert detokenizer.text == "a stopped "
+    assert str(detokenizer.visible) == "a stopped "
     assert detokenizer.push(byte_level.encode("more")) == "stop!"
-    assert detokenizer.text == "a stopped "
+    assert str(detokenizer.visible) == "a stopped "
 
 
 def test_stop_strings_count_only_after_min_tokens(byte_level: Tokenizer) -> None:
@@ -139,4 +139,4 @@ def test_detokenize_false_gives_no_text(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(None, SamplingParams())
     assert detokenizer.push([5]) is None
     assert detokenizer.finish() is None
-    assert detokenizer.text == ""
+    assert str(detokenizer.visible) == ""
