@@ -42,6 +42,7 @@ from jaxserve.openai.tools import MessageForm
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EMBEDDINGS, POOLING, CLASSIFICATION = "/v1/embeddings", "/pooling", "/classify"
 SCORE_PATHS, RERANK_PATHS = ("/score", "/v1/score"), ("/rerank", "/v1/rerank", "/v2/rerank")
+SCORING_PATHS = (*SCORE_PATHS, *RERANK_PATHS)
 
 SAMPLING = (  # fields that SamplingParams checks, under the same names
     *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
@@ -277,7 +278,7 @@ def check_model(model: object, model_names: Sequence[str]) -> None:
 
 def prompt_field(url: str) -> str:
     """Return the name of the body field that has the prompts of requests to the path `url`."""
-    others = "documents" if url in (*SCORE_PATHS, *RERANK_PATHS) else "input"
+    others = "documents" if url in SCORING_PATHS else "input"
     return {COMPLETIONS: "prompt", CHAT: "messages"}.get(url, others)
 
 

@@ -17,6 +17,7 @@ from jaxserve.openai.format import (
     CLASSIFICATION,
     COMPLETIONS,
     EMBEDDINGS,
+    SCORING_PATHS,
     ParsedRequest,
     naming_fields,
     parse_body,
@@ -27,7 +28,7 @@ from jaxserve.openai.pooling import TASKS, PoolingReply, parse_pooling
 from jaxserve.openai.replies import AnyReply, Reply
 from jaxserve.openai.response_replies import ResponseReply
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES, response_to_chat
-from jaxserve.openai.scoring import SCORING_PATHS, ScoringReply, parse_scoring
+from jaxserve.openai.scoring import ScoringReply, parse_scoring
 from jaxserve.openai.translation import Translation, naming
 from jaxserve.text.messages import content_text
 

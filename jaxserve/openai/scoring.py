@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxserve.openai.replies import Reply
     from jaxserve.text.tokenizer import Tokenizer
 
-SCORING_PATHS = (*SCORE_PATHS, *RERANK_PATHS)
+
 _NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))  # vLLM's
 
 

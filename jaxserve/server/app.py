@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError, brief
 from jaxserve.openai.errors import BadRequestError, as_bad_request
-from jaxserve.openai.format import CHAT, COMPLETIONS
+from jaxserve.openai.format import CHAT, COMPLETIONS, SCORING_PATHS
 from jaxserve.openai.interfaces import INVOCATIONS, error_body_at, error_status_at
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.pooling import TASKS
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES
-from jaxserve.openai.scoring import SCORING_PATHS
 from jaxserve.server import http
 from jaxserve.server.admission import RefusedError
 from jaxserve.server.auth import given_key

@@ -15,11 +15,10 @@ from jaxserve.openai.chats import PROMPT_FIELDS, read_prompt
 from jaxserve.openai.context import allow_any
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.fields import ANY, LIST, SWITCH, TEXT, BodyField, BodyReader, ObjectFields, needed
-from jaxserve.openai.format import check_model
+from jaxserve.openai.format import SCORING_PATHS, check_model
 from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.pooling import TASKS
 from jaxserve.openai.responses import INPUT_TOKENS
-from jaxserve.openai.scoring import SCORING_PATHS
 from jaxserve.openai.tools import read_tools
 from jaxserve.server import http
 
