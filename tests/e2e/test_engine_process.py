@@ -21,7 +21,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.assembly import client
 from jaxserve.assembly.driven import DrivenEngine
-from jaxserve.core import link, messages
+from jaxserve.core import link, process_messages
 from jaxserve.core.core_thread import MAX_DELTAS
 from jaxserve.core.event_log import replay_log
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
@@ -244,8 +244,8 @@ def test_a_driven_engine_has_statistics_of_its_steps(llama: Path, served: Served
 def test_the_status_is_small(served: Served) -> None:
     served().generate("Once", GREEDY, use_tqdm=False)
     driver = served().engine.host.driver
-    message = messages.FromCore([], driver.status, messages.stats_values(driver.stats), [])
-    assert len(messages.pickle.dumps(message, 5)) < 1000
+    message = process_messages.FromCore([], driver.status, process_messages.stats_values(driver.stats), [])
+    assert len(process_messages.pickle.dumps(message, 5)) < 1000
     for _ in range(3):
         served().engine.host.wait_estimator.wait()
     assert driver._news.qsize() <= 1
