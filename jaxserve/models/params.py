@@ -214,6 +214,7 @@ class _Unsplit:
 
     @property
     def is_fully_addressable(self) -> bool:
+        """True if this process has all shards."""
         return self.array.is_fully_addressable
 
     def __getitem__(self, rows: slice) -> NDArray[Any]:

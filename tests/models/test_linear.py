@@ -1,4 +1,4 @@
-"""The precision that `linear` asks for; on CPU every choice computes the same. Activations after any matrix."""
+"""The precision that `linear` asks for; on CPU every choice computes the same. Activations and deltas of any matrix."""
 
 from functools import partial
 

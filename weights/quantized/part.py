@@ -105,12 +105,15 @@ class QuantizedPart(MatrixPart):
         return read_scale(self.scheme, self.tensors["minimum"], self.rows)
 
     def global_scale(self) -> np.float32:
+        """Return the scale for the whole tensor, in schemes that have one."""
         return np.float32(np.asarray(self.tensors["global_scale"]).reshape(-1)[0])
 
     def input_scale(self) -> np.float32:
+        """Return the static activation scale, the largest if there are several."""
         return np.float32(np.asarray(self.tensors["input_scale"]).astype(np.float32).max())
 
     def input_zero(self) -> np.float32:
+        """Return the static activation zero point."""
         return np.float32(np.asarray(self.tensors["input_zero"]).reshape(-1)[0])
 
     def input_factor(self) -> NDArray[np.float32]:
