@@ -73,14 +73,17 @@ class PagedAttention(Attention):
         return out, dataclasses.replace(self, states=states)
 
     def for_last(self, last: Int[Array, " R"]) -> PagedAttention:
+        """Return the attention for layers that compute only each row's last token, at index `last`."""
         groups = tuple(rows.last_tokens()[0] for rows in self.groups)
         shared = jax.tree.map(lambda x: x.at[last].get(mode="clip"), self.shared)
         return dataclasses.replace(self, groups=groups, shared=shared)
 
     def part(self, start: Int[Array, ""], num_tokens: int) -> PagedAttention:
+        """Return the attention for `num_tokens` of the step's tokens from `start` on."""
         groups = tuple(rows.part(start, num_tokens) for rows in self.groups)
         shared = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, num_tokens), self.shared)
         return dataclasses.replace(self, groups=groups, shared=shared)
 
     def with_pools(self, after: PagedAttention) -> PagedAttention:
+        """Return this attention with the pools that later layers have left in `after`."""
         return dataclasses.replace(self, kv_pages=after.kv_pages, states=after.states)

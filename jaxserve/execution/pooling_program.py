@@ -90,9 +90,9 @@ def pool(
         total = jnp.where(first[:, None], own, earlier)
     else:
         R = rows.slot.shape[0]
-        is_of_row = (jnp.arange(R)[:, None] == tokens.row[None, :]) & tokens.live[None, :]
+        is_in_row = (jnp.arange(R)[:, None] == tokens.row[None, :]) & tokens.live[None, :]
         # A matmul, because the order of additions in a scatter varies on a GPU.
-        own = jnp.dot(is_of_row.astype(jnp.float32), hidden.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        own = jnp.dot(is_in_row.astype(jnp.float32), hidden.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         total = own + jnp.where(first[:, None], 0.0, earlier)
     slot = jnp.where(rows.q_lens > 0, rows.slot, kept.shape[0])
     kept = kept.at[slot].set(total, mode="drop")

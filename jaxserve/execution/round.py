@@ -109,7 +109,10 @@ class Model:
 
     @property
     def can_leave_out_tokens(self) -> bool:
-        """True if nothing but logits reads hidden states after the layers that make keys and values."""
+        """True if the last layers, after those that write keys and values, may skip tokens whose logits are not wanted.
+
+        That is so if nothing else reads their hidden states.
+        """
         layer = self.arch.last_kv_layer
         if layer is None or self.arch.token_axis is not None:
             return False
