@@ -421,7 +421,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _line_error(number: int, error: Exception) -> RequestError:
-    """Return the error for the line's record; unexpected errors are logged with their traceback."""
+    """Return a RequestError for the record of line `number`; unexpected errors are logged with their traceback."""
     if isinstance(error, RequestError):
         return error
     logger.error("line %d of the batch failed unexpectedly", number, exc_info=error)

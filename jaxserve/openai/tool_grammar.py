@@ -130,7 +130,7 @@ class _Grammar:
         self._rules.append(f"start: reasoning* {message}")
 
     def _calls(self, syntax: CallSyntax, tools: Tools) -> str:
-        """Add the rule for a tool call, and return the expression for a run of calls after its first delimiter."""
+        """Add the rule for a tool call, and return the Lark expression for a run of calls after its delimiter."""
         calls = []
         for number, function in enumerate(tools.functions):
             arguments = self._arguments(number, function, tools)
@@ -155,7 +155,7 @@ class _Grammar:
         return f"arguments_{number}"
 
     def _literal(self, text: str) -> str:
-        """Return the expression for exactly this text, with delimiters as token ids if they are tokens."""
+        """Return the Lark expression for exactly this text, with delimiters as token ids if they are tokens."""
         parts, start = [], 0
         for found in self._delimiters.finditer(text):
             if (token_id := self._token_id(found.group())) is not None:
@@ -165,7 +165,7 @@ class _Grammar:
         return " ".join(part for part in parts if part != '""')
 
     def _up_to(self, name: str, delimiter: str) -> str:
-        """Return the expression for any text up to a delimiter; a rule that it needs is called `name` and "_text"."""
+        """Return the Lark expression for any text up to a delimiter; a rule that it needs is called `name`_text."""
         if self._token_id(delimiter) is not None:
             return f"TEXT {self._literal(delimiter)}"
         if not any(rule.startswith(f"{name}_text[lazy]") for rule in self._rules):

@@ -108,12 +108,12 @@ class _Walk:
         return self._num_kinds() > before
 
     def _num_kinds(self) -> int:
-        """Return the total number of kinds found so far for names and macro parameters."""
+        """Return the number of (name or macro parameter, kind) pairs that were found so far."""
         groups = [self._names, *self._params.values()]
         return sum(len(kinds) for group in groups for kinds in group.values())
 
     def _known(self, node: Any, name: str) -> set[_Kind]:
-        """Return the kinds found so far for a name that is used in `node`, as a set to extend."""
+        """Return the set of kinds found so far for a name used in the tree's `node`; callers may extend it."""
         params = self._params.get(self._owner.get(id(node), ""), {})
         return params[name] if name in params else self._names[name]
 
@@ -129,14 +129,14 @@ class _Walk:
         return f"{target.name}.{target.attr}" if isinstance(target, self._nodes.NSRef) else None
 
     def _key(self, access: Any) -> str | None:
-        """Return the constant attribute or item name in an access; None if it is computed."""
+        """Return the attribute or item name in the syntax node of an access; None if it is computed."""
         if isinstance(access, self._nodes.Getattr):
             return str(access.attr)
         arg = access.arg if isinstance(access, self._nodes.Getitem) else None
         return arg.value if isinstance(arg, self._nodes.Const) and isinstance(arg.value, str) else None
 
     def _kinds(self, node: Any) -> set[_Kind]:
-        """Return the possible kinds for an expression."""
+        """Return the relations that an expression in a template may have to the chat's messages; often none."""
         nodes = self._nodes
         if isinstance(node, nodes.Name):
             return self._known(node, node.name)
@@ -159,7 +159,7 @@ class _Walk:
         return set()
 
     def _access_kinds(self, node: Any) -> set[_Kind]:
-        """Return the possible kinds for an attribute or item access."""
+        """Return the relations that an attribute or item access may have to the chat's messages; often none."""
         base, key = self._kinds(node.node), self._key(node)
         if isinstance(node, self._nodes.Getitem) and isinstance(node.arg, self._nodes.Slice):
             return base

@@ -102,7 +102,7 @@ class LiteralText:
         return any(set(self._chars) & set(string) or self._words.search(string) for string in _strings(value))
 
     def _stand_ins(self, text: str) -> dict[str, str]:
-        """Return, for each character to be replaced, a character that is not in the text."""
+        """Return a private-use character that is not in the text for each character to be replaced."""
         free = (chr(code) for code in range(_FIRST_STAND_IN, _LAST_STAND_IN) if chr(code) not in text)
         first = {token[0] for token in self._special if not set(token) & set(self._chars)}
         return dict(zip([*self._chars, *sorted(first - set(self._chars))], free, strict=False))
@@ -146,7 +146,7 @@ class _Replacement:
         return value
 
     def _replace(self, text: str) -> str:
-        """Return a string with stand-ins, except in the kept strings."""
+        """Return a string with characters in special tokens replaced by stand-ins, except in the kept strings."""
         parts, end = [], 0
         for match in self._kept.finditer(text):
             parts += [self._replace_all(text[end : match.start()]), match[0]]
@@ -154,7 +154,7 @@ class _Replacement:
         return "".join([*parts, self._replace_all(text[end:])])
 
     def _replace_all(self, text: str) -> str:
-        """Return a string with stand-ins for the first character of each word, and for all other characters."""
+        """Return a string with stand-ins for the first character of each `words` match, and for all of `chars`."""
         with_words = self._words.sub(lambda match: self._stand_ins[match[0][0]] + match[0][1:], text)
         return with_words.translate(self._table)
 

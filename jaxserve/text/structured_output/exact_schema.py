@@ -106,28 +106,28 @@ class ExactSchema:
         pattern = options.get("whitespace_pattern", "")
         self._space = f"{name.upper()}_SPACE" if pattern else ""
         self._comma, self._colon = (f'{self._space} "{sign}" {self._space}' for sign in ",:")
-        start = self._any(schema)
+        start = self._expression(schema)
         self.rules.insert(0, f"{name}: {start}")
         if pattern:
             self.rules.append(f"{self._space}: /({pattern})?/")
 
-    def _any(self, schema: Any) -> str:
-        """Return a grammar expression for any schema; only schemas with inexact numbers get rules from this class."""
+    def _expression(self, schema: Any) -> str:
+        """Return a Lark expression for a schema's values; llguidance reads schemas without inexact numbers itself."""
         if not self._is_inexact(schema):
-            return self._unchanged(schema)
+            return self._json_rule(schema)
         builders = {
             "$ref": self._reference,
-            "anyOf": self._choice,
-            "allOf": self._same,
+            "anyOf": self._any_of,
+            "allOf": self._all_of,
             **dict.fromkeys(("const", "enum"), self._literals),
         }
         for keyword, build in builders.items():
             if keyword in schema:
-                self._check(schema, {keyword, "type"} if keyword in ("const", "enum") else {keyword})
+                self._check_keywords(schema, {keyword, "type"} if keyword in ("const", "enum") else {keyword})
                 return build(schema)
         types = schema.get("type") or next((name for key, name in _IMPLIED.items() if key in schema), None)
         if isinstance(types, list):
-            return self._choice({"anyOf": [schema | {"type": each} for each in types]})
+            return self._any_of({"anyOf": [schema | {"type": each} for each in types]})
         if types == "object":
             return self._object(schema)
         if types == "array":
@@ -135,7 +135,7 @@ class ExactSchema:
         if types in ("integer", "number"):
             return self._number(schema, is_integer=types == "integer")
         if types in ("string", "boolean", "null"):
-            return self._unchanged({"type": types} | {k: v for k, v in schema.items() if k not in _NUMBERS})
+            return self._json_rule({"type": types} | {k: v for k, v in schema.items() if k not in _NUMBERS})
         raise _refusal(f"a type beside {sorted(schema.keys() - _NOTES)}, got {brief(types)}")
 
     def _is_inexact(self, schema: Any) -> bool:
@@ -146,14 +146,14 @@ class ExactSchema:
 
     def _find_inexact(self) -> frozenset[str]:
         """Return the references in the whole schema that lead to inexact numbers, directly or not."""
-        parts = {each: self._resolved(each) for each in _references(self._root) | self._within}
+        parts = {each: self._resolve(each) for each in _references(self._root) | self._within}
         found = {each for each, part in parts.items() if has_inexact_numbers(part)}
         referring = {each: _references(part) for each, part in parts.items()}
         while more := {each for each, others in referring.items() if each not in found and others & found}:
             found |= more
         return frozenset(found)
 
-    def _unchanged(self, schema: Any) -> str:
+    def _json_rule(self, schema: Any) -> str:
         """Return the name of a rule in which llguidance reads a schema, which has no inexact numbers."""
         if schema is False:
             raise RequestError(f"{_UNSATISFIED}, got false where a value is needed")
@@ -178,13 +178,13 @@ class ExactSchema:
         self.rules.append(f"{name}: {expression}")
         return name
 
-    def _check(self, schema: Json, known: set[str]) -> None:
+    def _check_keywords(self, schema: Json, known: set[str]) -> None:
         """Raise RequestError if a schema has keywords besides `known` that affect its values."""
         if unknown := sorted(schema.keys() - known - _NOTES):
             raise _refusal(f"none of {unknown} beside {sorted(known & schema.keys())}")
 
-    def _resolved(self, reference: str) -> Any:
-        """Return the part of the schema to which a `$ref` points."""
+    def _resolve(self, reference: str) -> Any:
+        """Return the part of the whole schema to which the value of a `$ref` points."""
         found: Any = self._root
         if not reference.startswith("#"):
             raise _refusal(f"references within themselves, got {brief(reference)}")
@@ -202,24 +202,24 @@ class ExactSchema:
         if reference not in self._defined:
             self._num_rules += 1
             self._defined[reference] = f"{self._name}_{self._num_rules}"
-            self.rules.append(f"{self._defined[reference]}: {self._any(self._resolved(reference))}")
+            self.rules.append(f"{self._defined[reference]}: {self._expression(self._resolve(reference))}")
         return self._defined[reference]
 
-    def _choice(self, schema: Json) -> str:
-        """Return a rule for `anyOf`."""
-        options = [self._any(each) for each in schema["anyOf"] if each is not False]
+    def _any_of(self, schema: Json) -> str:
+        """Add the rule for a schema with `anyOf`, and return its name."""
+        options = [self._expression(each) for each in schema["anyOf"] if each is not False]
         if not options:
             raise RequestError(f"{_UNSATISFIED}, got {brief(schema)}")
         return self._rule(" | ".join(options))
 
-    def _same(self, schema: Json) -> str:
-        """Return the expression for an `allOf` with one schema; reject others."""
+    def _all_of(self, schema: Json) -> str:
+        """Return the Lark expression for an `allOf` with one schema; RequestError for several."""
         if len(schema["allOf"]) != 1:
             raise _refusal(f"one schema in allOf, got {len(schema['allOf'])}")
-        return self._any(schema["allOf"][0])
+        return self._expression(schema["allOf"][0])
 
     def _literals(self, schema: Json) -> str:
-        """Return a rule for `const` or `enum`, with only the values that have the schema's type."""
+        """Add the rule for a schema with `const` or `enum`, without values of another type, and return its name."""
         values = [schema["const"]] if "const" in schema else schema["enum"]
         types = schema.get("type", [])
         types = [types] if isinstance(types, str) else types
@@ -229,7 +229,7 @@ class ExactSchema:
         return self._rule(" | ".join(map(self._literal, values)))
 
     def _literal(self, value: Any) -> str:
-        """Return an expression for exactly this JSON value, with optional white space."""
+        """Return a Lark expression for exactly this JSON value, with optional white space."""
         if isinstance(value, dict):
             members = [f"{quoted(json.dumps(key))} {self._colon} {self._literal(each)}" for key, each in value.items()]
             return self._bracketed("{", members, "}")
@@ -241,15 +241,15 @@ class ExactSchema:
         return quoted(json.dumps(value, ensure_ascii=False))
 
     def _bracketed(self, opening: str, parts: list[str], closing: str) -> str:
-        """Return an expression for an object or array whose members have the expressions `parts`."""
+        """Return a Lark expression for an object or array whose members have the expressions `parts`."""
         return f'"{opening}" {self._space} {f" {self._comma} ".join(parts)} {self._space} "{closing}"'
 
     def _number(self, schema: Json, *, is_integer: bool) -> str:
-        """Return a terminal for numbers within all of a schema's bounds; `multipleOf` is rejected."""
+        """Add a terminal for the numbers within a schema's bounds, and return its name; `multipleOf` is rejected."""
         if "multipleOf" in schema:
             value = schema["multipleOf"]
             raise _refusal(f"multipleOf and the bounds beside it within {MAX_EXACT} and 15 digits, got {brief(value)}")
-        self._check(schema, {"type", *_BOUNDS})
+        self._check_keywords(schema, {"type", *_BOUNDS})
         given = [key for key in _BOUNDS if key in schema]
         expressions = ["|".join(bounded(key, _decimal(key, schema[key]), is_integer=is_integer)) for key in given]
         if not all(expressions):
@@ -257,19 +257,19 @@ class ExactSchema:
         return self._rule(" & ".join(f"/{each}/" for each in expressions), terminal=True)
 
     def _array(self, schema: Json) -> str:
-        """Return an expression for an array of `items`, with `minItems` to `maxItems` elements."""
-        self._check(schema, {"type", "items", "minItems", "maxItems"})
+        """Return a Lark expression for an array of `items`, with `minItems` to `maxItems` elements."""
+        self._check_keywords(schema, {"type", "items", "minItems", "maxItems"})
         min_items, max_items = schema.get("minItems", 0), schema.get("maxItems")
         if max_items == 0:
             return f'"[" {self._space} "]"'
-        item = self._any(schema["items"])
+        item = self._expression(schema["items"])
         further = f"{{{max(0, min_items - 1)},{'' if max_items is None else max_items - 1}}}"
         items = f"{item} ({self._comma} {item}){further}"
         return self._rule(f'"[" {self._space} {items if min_items else f"({items})?"} {self._space} "]"')
 
     def _object(self, schema: Json) -> str:
-        """Return an expression for an object with these properties in order, and no others."""
-        self._check(schema, {"type", "properties", "required", "additionalProperties"})
+        """Add the rules for an object with a schema's properties in order, and return the first one's name."""
+        self._check_keywords(schema, {"type", "properties", "required", "additionalProperties"})
         required, properties = schema.get("required", []), dict(schema.get("properties", {}))
         if self._is_inexact(schema.get("additionalProperties")):
             raise _refusal("additionalProperties without such numbers; name the properties")
@@ -278,7 +278,7 @@ class ExactSchema:
         for name, value in reversed(properties.items()):
             if value is False and name not in required:
                 continue
-            member = f"{quoted(json.dumps(name))} {self._colon} {self._any(value)}"
+            member = f"{quoted(json.dumps(name))} {self._colon} {self._expression(value)}"
             if name in required:
                 first = self._rule(f"{member} {rest}")
                 rest = self._rule(f"{self._comma} {member} {rest}")

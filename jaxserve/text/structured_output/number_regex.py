@@ -33,7 +33,7 @@ def _parts(bound: Decimal) -> tuple[int, str]:
 
 
 def _at_least(bound: Decimal, *, is_strict: bool, is_integer: bool) -> list[str]:
-    """Return alternative expressions for the numbers from a bound >= 0 upwards, without the bound if strict."""
+    """Return alternative regular expressions for the numbers from a bound >= 0 upwards, without the bound if strict."""
     whole, digits = _parts(bound)
     if is_integer:
         return [_whole_at_least(str(whole + bool(digits or is_strict)))]
@@ -42,7 +42,7 @@ def _at_least(bound: Decimal, *, is_strict: bool, is_integer: bool) -> list[str]
 
 
 def _at_most(bound: Decimal, *, is_strict: bool, is_integer: bool) -> list[str]:
-    """Return alternative expressions for the numbers from 0 up to a bound, without the bound if strict."""
+    """Return alternative regular expressions for the numbers from 0 up to a bound, without the bound if strict."""
     whole, digits = _parts(bound)
     if is_integer:
         whole -= is_strict and not digits
@@ -56,7 +56,7 @@ def _at_most(bound: Decimal, *, is_strict: bool, is_integer: bool) -> list[str]:
 
 
 def _whole_at_least(number: str) -> str:
-    """Return an expression for the integers that are at least `number`, which is written in digits."""
+    """Return a regular expression for the integers that are at least `number`, which is written in digits."""
     if number == "0":
         return _ANY
     found = [number, f"[1-9][0-9]{{{len(number)},}}"]
@@ -67,7 +67,7 @@ def _whole_at_least(number: str) -> str:
 
 
 def _whole_at_most(number: str) -> str:
-    """Return an expression for the integers from 0 to `number`, which is written in digits."""
+    """Return a regular expression for the integers from 0 to `number`, which is written in digits."""
     found = [number] if len(number) == 1 else [number, "0", f"[1-9][0-9]{{0,{len(number) - 2}}}"]
     for index, digit in enumerate(number):
         first = int(index == 0 and len(number) > 1)
@@ -80,7 +80,7 @@ def _whole_at_most(number: str) -> str:
 
 
 def _digits_at_least(digits: str, *, is_strict: bool) -> str:
-    """Return an expression for the fractions that are at least 0.`digits`, as digits after the point."""
+    """Return a regular expression for the fractions that are at least 0.`digits`, as digits after the point."""
     found = [digits + ("[0-9]*[1-9][0-9]*" if is_strict else "[0-9]*")]
     for index, digit in enumerate(digits):
         if digit != "9":
@@ -89,7 +89,7 @@ def _digits_at_least(digits: str, *, is_strict: bool) -> str:
 
 
 def _digits_at_most(digits: str, *, is_strict: bool) -> str:
-    """Return an expression for the fractions that are at most 0.`digits`, as digits after the point.
+    """Return a regular expression for the fractions that are at most 0.`digits`, as digits after the point.
 
     The last of `digits` is not 0.
     """

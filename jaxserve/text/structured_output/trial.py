@@ -118,7 +118,7 @@ class Child:
         return Cost(answer["cpu_s"], answer["num_bytes"])
 
     def end(self) -> None:
-        """Kill the process."""
+        """Kill the compiling process; the next grammar starts a new one."""
         self._process = None
         if self._at_end is not None:
             self._at_end()
