@@ -143,7 +143,7 @@ class Admission:
             newest = max(index for index, (priority, _) in enumerate(self._held) if priority == lowest)
             future = self._held[newest][1]
             del self._held[newest]
-            _settle(future, self._refused("shed", "the server sheds requests of low priority", self._retry_s()))
+            _settle(future, self._refused("shed", "the server sheds requests of low priority"))
 
     def drain(self) -> None:
         """Refuse the requests that are held, and hold none any more."""
@@ -154,10 +154,15 @@ class Admission:
 
     # The gates
 
+    @property
+    def is_full(self) -> bool:
+        """True if no further request may wait."""
+        return self._engine.host.num_waiting >= self._config.max_queued_requests
+
     def check_early(self, tenant: str) -> None:
         """Raise BadRequestError if the queue is full or the tenant has reached a limit, before the body is read."""
-        if self._engine.host.num_waiting >= self._config.max_queued_requests:
-            raise self._full(tenant, "queue_full", "the queue of the server is full", self._retry_s())
+        if self.is_full:
+            raise self._full(tenant, "queue_full", "the queue of the server is full")
         self._check_open(tenant, 1)
         self._check_rate(self.limits.excess(tenant, 0, time.monotonic()))
 
@@ -176,11 +181,9 @@ class Admission:
         if self.ladder.has("extras"):
             for name in ("n", "best_of"):
                 if isinstance(body.get(name), int) and body[name] > 1:
-                    raise self._refused("extras", f"{name} must be 1 while the server is overloaded", self._retry_s())
+                    raise self._refused("extras", f"{name} must be 1 while the server is overloaded")
             if body.get("prompt_logprobs") is not None:
-                raise self._refused(
-                    "extras", "prompt_logprobs must be left out while the server is overloaded", self._retry_s()
-                )
+                raise self._refused("extras", "prompt_logprobs must be left out while the server is overloaded")
         self._check_wait(tenant, priority, self.fewest_tokens(body), timeout_s)
 
     def fewest_tokens(self, body: Mapping[str, Any]) -> int:
@@ -259,7 +262,7 @@ class Admission:
         estimator, most = self._observer.wait_estimator, self._config.max_queued_tokens
         num_waiting = estimator.num_waiting_tokens()
         if num_waiting and num_waiting + num_tokens > most:
-            raise self._full(tenant, "queue_tokens", "the queue of the server is full of tokens", self._retry_s())
+            raise self._full(tenant, "queue_tokens", "the queue of the server is full of tokens")
         target_s = self.target_s(priority)
         most_s = min(timeout_s, math.inf if target_s is None else target_s)
         if most_s == math.inf or (wait := self._observer.wait(priority)) is None:
@@ -281,16 +284,17 @@ class Admission:
         self._observer.reject("rate_limit")
         raise RefusedError(excess.message, None, "rate_limit_exceeded", 429, excess.wait_s)
 
-    def _full(self, tenant: str, reason: str, message: str, retry_s: int | float) -> RefusedError:
+    def _full(self, tenant: str, reason: str, message: str, retry_s: int | float | None = None) -> RefusedError:
         """Count a refusal and return its error: 429 if the tenant has more open requests than the mean, else 503."""
         refused = self._refused(reason, message, retry_s)
         if exceeds_fair_share(self.num_open, tenant):
             refused.status_code = 429
         return refused
 
-    def _refused(self, reason: str, message: str, retry_s: int | float) -> RefusedError:
+    def _refused(self, reason: str, message: str, retry_s: int | float | None = None) -> RefusedError:
         """Count a refusal by its reason, and return the error for the client (503)."""
         self._observer.reject(reason)
+        retry_s = self._retry_s() if retry_s is None else retry_s
         return RefusedError(f"{message}; try again later", None, "overloaded", 503, retry_s)
 
 

@@ -145,7 +145,7 @@ class Info:
             reason = "the server is stopping"
         elif reason is None and not self._engine.host.is_warm:
             reason = "programs are being compiled"
-        elif reason is None and self._service.is_full:
+        elif reason is None and self._service.admission.is_full:
             reason = "the queue is full"
         await self._send_status(call, reason)
 

@@ -150,10 +150,9 @@ class Service:
     @property
     def max_samples(self) -> int:
         """Maximum number of samples that run or wait."""
-        slots = self.engine.schedule.max_num_seqs * self.engine.config.data_parallel_size
-        return slots + self.config.max_queued_requests
+        return self.num_slots + self.config.max_queued_requests
 
     @property
-    def is_full(self) -> bool:
-        """True if no further request may wait."""
-        return self.engine.host.num_waiting >= self.config.max_queued_requests
+    def num_slots(self) -> int:
+        """Maximum number of samples that run, in all replicas."""
+        return self.engine.schedule.max_num_seqs * self.engine.config.data_parallel_size

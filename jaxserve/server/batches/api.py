@@ -50,8 +50,7 @@ class Batches:
         self._store = Store(folder, self._config.batch_retention_days * _DAY_S)
         self._quota = Quota(self._store, self._config.max_batch_storage_bytes)
         self._endpoints = (COMPLETIONS, CHAT) if service.engine.arch.pooler is None else (EMBEDDINGS,)
-        num_slots = service.engine.schedule.max_num_seqs * service.engine.config.data_parallel_size
-        self._jobs = Jobs(self._store, service, max(1, num_slots // 2))
+        self._jobs = Jobs(self._store, service, max(1, service.num_slots // 2))
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", FILES): self._upload,
             ("GET", FILES): self._list,
