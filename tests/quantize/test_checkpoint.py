@@ -137,7 +137,7 @@ def test_command_and_its_errors(model, tmp_path, capsys):
         (["--scheme", "int4-gptq", "--calibration", str(bad)], "bad.jsonl, line 1 must have a `text` or `token_ids`"),
         (["--scheme", "int4-gptq", "--calibration", str(tmp_path / "none")], "must be readable UTF-8"),
         (["--scheme", "int4-gptq", "--calibration", str(empty)], "must have text, but"),
-        (["--scheme", "int4-gptq", "--sequence-len", "0"], "sequence_len must be positive"),
+        (["--scheme", "int4-gptq", "--sequence-len", "0"], "sequence_len must be a positive integer, got 0"),
     ]:
         assert cli.main(["quantize", str(model), str(tmp_path / "new"), *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -4,10 +4,12 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxserve.api.schema import number
 from jaxserve.errors import ConfigError
 from jaxserve.tools.planner.plan import Plan
 from jaxserve.tools.planner.targets import KINDS, Target, parse_target
 
+_PRICE = number(0, excludes_low=True)
 Prices = Mapping[str, float]  # dollars per chip and hour, by kind
 
 
@@ -49,7 +51,7 @@ def read_prices(path: str) -> Prices:
     except ValueError as error:
         raise ConfigError(f"{path} must be TOML, but: {error}") from error
     for kind, price in prices.items():
-        if kind not in KINDS or isinstance(price, bool) or not isinstance(price, int | float) or price <= 0:
+        if kind not in KINDS or not _PRICE.holds(price):
             raise ConfigError(
                 f"{path} must have lines of a chip, one of {list(KINDS)}, and its price in dollars per hour, as "
                 f"{KINDS[0]} = 3.5, got {kind} = {price!r}"

@@ -204,11 +204,9 @@ class _Run:
         sequences: NDArray[np.int32] | None,
     ) -> None:
         self._checkpoint, self._arch, self._options, self._grid = checkpoint, arch, options, grid
-        self._layers: list[list[ParamSpec]] = [[] for _ in range(arch.num_layers)]
-        self._others: list[ParamSpec] = []
-        for spec in registry.param_specs(arch):
-            specs = self._layers[spec.path[1]] if spec.path[0] == "layers" else self._others  # type: ignore[index]
-            specs.append(spec)
+        specs = registry.param_specs(arch)
+        self._layers = [[x for x in specs if x.path[:2] == ("layers", layer)] for layer in range(arch.num_layers)]
+        self._others = [spec for spec in specs if spec.path[0] != "layers"]
         self._sequences = None if sequences is None else _batches(sequences)
         self._inputs: list[NDArray[Any]] = []  # hidden states before the current layer, batch by batch
         self._done: dict[str, NDArray[Any]] = {}  # the current layer's tensors that are not written yet

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jaxserve.api.schema import Schema, integer, number, one_of
 from jaxserve.errors import ConfigError
 
 GROUP_SIZES = (128, 64, 32)  # sizes that other engines' kernels have, the usual one first
@@ -82,18 +83,24 @@ class QuantizeOptions:
     max_shard_bytes: int = 5_000_000_000
 
     def __post_init__(self) -> None:
-        if self.scheme not in SCHEMES:
-            raise ConfigError(f"scheme must be one of {', '.join(SCHEMES)}, got {self.scheme!r}")
+        _OPTIONS.check(self)
         if self.group_size is not None and not self.kind.in_groups:
             raise ConfigError(f"group_size is for schemes with groups, and {self.scheme} has none; leave it out")
-        for name in ("group_size", "num_sequences", "sequence_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be positive, got {value}")
-        if not 0 <= self.smoothing_strength <= 1:
-            raise ConfigError(f"smoothing_strength must be between 0 and 1, got {self.smoothing_strength}")
 
     @property
     def kind(self) -> Scheme:
         """The scheme that `scheme` names."""
         return SCHEMES[self.scheme]
+
+
+_OPTIONS = Schema(
+    ConfigError,
+    QuantizeOptions,
+    {
+        "scheme": one_of(SCHEMES),
+        "group_size": integer(1).optional(),
+        "num_sequences": integer(1),
+        "sequence_len": integer(1),
+        "smoothing_strength": number(0, 1),
+    },
+)
