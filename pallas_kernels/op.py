@@ -7,9 +7,11 @@ Pallas extends `pallas_kernel.PallasKernel`, which checks the platform and the c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -21,6 +23,7 @@ XLA = "xla"
 logger = logging.getLogger(__name__)
 
 B = TypeVar("B")
+T = TypeVar("T")
 
 
 class UnsupportedBackendError(ValueError):
@@ -76,6 +79,16 @@ class Op(Generic[B]):
                 return name
             skipped.append(f"{name}: {reason}")
         raise UnsupportedBackendError(f"{self.name}: no backend supports this call ({'; '.join(skipped)})")
+
+
+@contextlib.contextmanager
+def scoped(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Set a context variable to a value inside the context."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 @functools.cache  # cached so that the log shows a choice once, not on every trace

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 import jax
 
 from jaxserve.pallas_kernels import hopper, tpu
+from jaxserve.pallas_kernels.op import scoped
 from jaxserve.pallas_kernels.target import TargetChip, target_platform
 
 S = TypeVar("S")
@@ -50,6 +51,7 @@ class PallasKernel(ABC, Generic[P, L]):
     module: ClassVar[str]
 
     def __init__(self, settings: Settings) -> None:
+        """Use these settings, which all kernels of an op share."""
         self.settings = settings
 
     def unsupported_reason(self, problem: P) -> str | None:
@@ -121,32 +123,22 @@ class Settings:
         self._sizes: ContextVar[dict[str, int] | None] = ContextVar("sizes", default=None)
         self._interpreter: ContextVar[Any] = ContextVar("interpreter", default=None)
 
-    @contextlib.contextmanager
-    def interpreted(self, params: Any) -> Iterator[None]:
+    def interpreted(self, params: Any) -> AbstractContextManager[None]:
         """Run kernels that are called inside the context in Pallas' interpreter, on any machine.
 
         Args:
             params: value for the `interpret` argument of Pallas, such as `pltpu.InterpretParams()`.
         """
-        token = self._interpreter.set(params)
-        try:
-            yield
-        finally:
-            self._interpreter.reset(token)
+        return scoped(self._interpreter, params)
 
     @property
     def interpreter(self) -> Any:
         """Parameters for the interpreter; None to run on a chip."""
         return self._interpreter.get()
 
-    @contextlib.contextmanager
-    def sized(self, **sizes: int) -> Iterator[None]:
+    def sized(self, **sizes: int) -> AbstractContextManager[None]:
         """Use these block sizes, by name, for calls that are traced inside; others keep their defaults."""
-        token = self._sizes.set(sizes)
-        try:
-            yield
-        finally:
-            self._sizes.reset(token)
+        return scoped(self._sizes, sizes)
 
     def sizes(self, kind: type[S], chip: str, shape: Mapping[str, int | str], **defaults: int) -> S:
         """Return the block sizes for a chip and a class of shapes, as an instance of `kind`.

@@ -23,8 +23,8 @@ always multiplies the sum. XLA's matmul, which the caller provides, may round di
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,7 +38,7 @@ from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu import quantized_matmul a
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu import float_matmul as tpu_floats
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu import quantized_matmul as tpu_quantized
 from jaxserve.pallas_kernels.grouped_matmul.problem import Matrices, Problem, QuantizedProblem, QuantizedStack
-from jaxserve.pallas_kernels.op import AUTO, XLA, Op
+from jaxserve.pallas_kernels.op import AUTO, XLA, Op, scoped
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 from jaxserve.pallas_kernels.target import target_platform
 
@@ -99,18 +99,13 @@ QUANTIZED_MATMUL: Op[Backend] = Op(
 """Matmuls with quantised matrices."""
 
 
-@contextlib.contextmanager
-def using_matmul_backend(backend: str) -> Iterator[None]:
+def using_matmul_backend(backend: str) -> AbstractContextManager[None]:
     """Run `grouped_matmul` calls with backend="auto" on this backend while they are traced inside the context.
 
     Args:
         backend: "xla", or "auto" to choose the best backend for each call.
     """
-    token = _default_backend.set(backend)
-    try:
-        yield
-    finally:
-        _default_backend.reset(token)
+    return scoped(_default_backend, backend)
 
 
 def default_matmul_backend() -> str:

@@ -79,6 +79,7 @@ class MatmulKernel(PallasKernel[P, Launch[P]]):
     limits: ClassVar[type[Any]]
 
     def __init__(self) -> None:
+        """Use the settings that all Pallas matmul kernels share."""
         super().__init__(SETTINGS)
 
     def launch(self, problem: P) -> Launch[P]:

@@ -164,6 +164,7 @@ class Packer:
     """
 
     def __init__(self, shapes: PackedMatrix, dtype: DTypeLike) -> None:
+        """Allocate zeros with the packed matrix's `shapes`, for rows with this dtype."""
         self._shapes, self._lowest = shapes, _LOWEST.get(jnp.dtype(dtype).name)
         self._weights, self._scales, self._zeros = map(_empty, (shapes.weights, shapes.scales, shapes.zeros))
 

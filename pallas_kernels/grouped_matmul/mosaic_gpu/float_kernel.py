@@ -98,6 +98,7 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
     def __init__(
         self, launch: Launch[Problem], num_visits: Ref, visits: Ref, x: Ref, matrices: Ref, out: Ref, shared: Shared
     ) -> None:
+        """Take the references to a grouped matmul's operands and output in global memory; see the class."""
         super().__init__(launch, num_visits[0] * launch.num_output_tiles, shared)
         self.visits, self.x, self.matrices, self.out = visits, x, matrices, out
 

@@ -39,6 +39,7 @@ class ThreadBlock(ABC, Generic[P]):
     """
 
     def __init__(self, launch: Launch[P], num_items: Scalar, shared: Any) -> None:
+        """Determine how many of `num_items` work items this thread block has; `shared` is its shared memory."""
         self.launch, self.shared, self.index = launch, shared, lax.axis_index("block")
         num_cores = launch.chip.num_cores
         self.num_items = lax.div(jnp.maximum(num_items - self.index, 0) + (num_cores - 1), i32(num_cores))

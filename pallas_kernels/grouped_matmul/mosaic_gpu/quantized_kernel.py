@@ -122,6 +122,7 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         out: Ref,
         shared: Shared,
     ) -> None:
+        """Take the references to a quantised matmul's operands and output in global memory; see the class."""
         self.layer, self.out = layer[0], out
         self.x, self.elements, self.scale, self.offset = x, elements, scale, offset
         super().__init__(launch, launch.num_row_tiles * launch.num_output_tiles * launch.tiles.splits, shared)

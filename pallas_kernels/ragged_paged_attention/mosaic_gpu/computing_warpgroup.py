@@ -39,6 +39,7 @@ class ComputingWarpgroup(Warpgroup):
     """
 
     def __init__(self, config: KernelConfig, tiling: Tiling, inputs: Inputs, shared: Shared, thread: Scalar) -> None:
+        """Determine the worker and tile slice for the `thread`-th computing warpgroup in the thread block."""
         warpgroups = i32(tiling.warpgroups)
         super().__init__(config, tiling, inputs, shared, lax.div(thread, warpgroups))
         index, columns = lax.rem(thread, warpgroups), i32(tiling.column_warpgroups)

@@ -34,6 +34,7 @@ class RingReader:
     def __init__(
         self, config: KernelConfig, tiling: Tiling, shared: Shared, local_worker: Scalar, tile_slice: TileSlice
     ) -> None:
+        """Read the ring that worker `local_worker` has in this thread block's shared memory."""
         self.config, self.tiling, self.shared = config, tiling, shared
         self.local_worker, self.slice = local_worker, tile_slice
 

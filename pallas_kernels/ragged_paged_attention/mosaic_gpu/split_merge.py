@@ -100,10 +100,8 @@ def _merge_rows(
         out: shared memory for outgoing rows, `[16, columns]`.
         out_ref: the output in global memory, `[tokens, heads, value_dim]`.
     """
-    column, row = (
-        lax.rem(group, i32(tiling.column_warpgroups)),
-        lax.div(group, i32(tiling.column_warpgroups)) * MIN_TILE_TOKENS,
-    )
+    column = lax.rem(group, i32(tiling.column_warpgroups))
+    row = lax.div(group, i32(tiling.column_warpgroups)) * MIN_TILE_TOKENS
     g, first = lax.div(row, i32(tiling.tokens)), lax.rem(row, i32(tiling.tokens))
     begin = jnp.clip(item.lead - first, 0, MIN_TILE_TOKENS)  # index among the eight
     end = jnp.clip(item.lead + item.num_tokens - first, begin, MIN_TILE_TOKENS)
@@ -194,10 +192,8 @@ def _clear_padding(first_token: Scalar, tiling: Tiling, zeros: Ref, out_ref: Ref
         def clear_token(token: Scalar) -> None:
             @pl.loop(0, num_heads * tiling.column_warpgroups)
             def clear_head(index: Scalar) -> None:
-                head, part = (
-                    lax.div(index, i32(tiling.column_warpgroups)),
-                    lax.rem(index, i32(tiling.column_warpgroups)),
-                )
+                head = lax.div(index, i32(tiling.column_warpgroups))
+                part = lax.rem(index, i32(tiling.column_warpgroups))
                 copy_tokens(zeros, i32(0), out_ref, token, head, part, i32(1), 1)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -30,6 +30,7 @@ class Warpgroup:
     def __init__(
         self, config: KernelConfig, tiling: Tiling, inputs: Inputs, shared: Shared, local_worker: Scalar
     ) -> None:
+        """Read the span that the plan assigns to worker `local_worker` in this thread block."""
         self.config, self.tiling, self.inputs, self.shared = config, tiling, inputs, shared
         index = local_worker * tiling.num_cores + lax.axis_index("block")
         self.local_worker, self.index = local_worker, index

@@ -109,6 +109,7 @@ class KernelConfig:
 
     @property
     def num_query_heads(self) -> int:
+        """Number of query heads, Q."""
         return self.num_kv_heads * self.group
 
     @property

@@ -33,6 +33,7 @@ class DecodePhase(Phase):
     """Attention for rows with one new token: an entry is a group of decode slots, each with one row and its pages."""
 
     def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs) -> None:
+        """Attend with the decode slots that the plan, in `refs`, lists."""
         self.sequences, self.pages = blocks.decode_slots, blocks.decode_pages
         super().__init__(config, blocks, refs, refs.counts[1])
         self.rows = config.num_kv_heads * config.padded_group  # matrix rows per decode slot

@@ -27,6 +27,7 @@ class PageWriter:
     """
 
     def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs) -> None:
+        """Write the slabs that the plan, in `refs`, lists; block sizes determine how many are in flight."""
         self.config, self.refs = config, refs
         self.ahead, self.slots = blocks.writes, 2 * blocks.writes
         self.count = refs.counts[0]

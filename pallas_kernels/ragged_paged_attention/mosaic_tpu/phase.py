@@ -53,6 +53,7 @@ class Phase(ABC):
     pages: int
 
     def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs, num_work_items: Scalar) -> None:
+        """Process `num_work_items` work items, a traced number, with the kernel's references to HBM and SMEM."""
         self.config, self.blocks, self.refs, self.num_work_items = config, blocks, refs, num_work_items
         self.block_tokens = self.pages * config.page_size
         self.id_chunks = -(-config.table_width // PAGE_IDS)

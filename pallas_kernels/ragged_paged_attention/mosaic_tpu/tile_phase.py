@@ -47,6 +47,7 @@ class TilePhase(Phase):
     """
 
     def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs, size_index: int) -> None:
+        """Attend with the short (`size_index` 0) or tall (1) tiles that the plan, in `refs`, lists."""
         self.sequences, self.pages = 1, blocks.tile_pages
         self.tokens, self.table = blocks.tile_tokens[size_index], refs.tiles[size_index]
         super().__init__(config, blocks, refs, refs.counts[2 + size_index])
