@@ -53,7 +53,7 @@ class AttentionOptions:
 
 
 class AttentionInputs(NamedTuple):
-    """Array arguments, except the pool."""
+    """Array arguments for `ragged_paged_attention`, except the pool: a step's new queries, keys, values, and rows."""
 
     q: Float[Array, "N Q H"]
     """Queries; Q is a multiple of K, query head h reads KV head h // (Q / K). N is T, or R with `last_only`."""
@@ -130,7 +130,10 @@ class HeadMatrices(NamedTuple):
 
 
 class MLAInputs(NamedTuple):
-    """Array arguments for MLA, except the pool; see `AttentionInputs`."""
+    """Array arguments for `mla_attention`, except the pool: a step's new queries, latents, and rows.
+
+    Fields without a text are as in `AttentionInputs`.
+    """
 
     q: Float[Array, "N Q H"]
     """Per-head queries: n elements without position, and d that RoPE rotates. N is T, or R with `last_only`."""

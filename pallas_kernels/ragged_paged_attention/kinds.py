@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Heads:
-    """A key and a value for each KV head.
+    """Vectors that a pool stores for a token: a key and a value for each KV head.
 
     Attributes:
         num_kv_heads: number of KV heads, K.
@@ -43,7 +43,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Latents:
-    """One latent vector for all query heads: the MLA key, whose first elements are the value.
+    """Vector that a pool stores for a token in MLA: one latent for all query heads, which begins with the value.
 
     Attributes:
         rank: size of the value, r.

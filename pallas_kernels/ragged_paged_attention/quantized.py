@@ -99,7 +99,7 @@ def quantize(
 
 
 def _rounded_up(x: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
-    """Round positive float32 numbers up to numbers that bfloat16 represents."""
+    """Round positive numbers up to the next number that bfloat16 represents; return float32."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000), jnp.float32)
 

@@ -173,7 +173,10 @@ class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
         layer: int | Int32[Array, ""],
         options: AttentionOptions,
     ) -> tuple[Float[Array, "N Q V"], Pages]:
-        """Write and attend in a pool whose matrices have `kind`'s columns; a page may be several small ones."""
+        """Write new vectors and attend, like `write_and_attend`, in a pool whose matrices have the columns for `kind`.
+
+        A page in the pool may contain several smaller pages, which the page table then counts.
+        """
         dtype, inputs = inputs.q.dtype, (inputs.with_all_queries() if options.last_only else inputs).rotated()
         rows = inputs.rows.with_gathered_table()
         num_tokens, num_query_heads, _ = inputs.q.shape

@@ -10,11 +10,16 @@ from jaxtyping import Array, BFloat16
 
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import (
+    ALIGNED_TOKENS,
+    COPY_BYTES,
+    COPY_TOKENS,
     SCALE_HEADS,
     SCALE_TOKENS,
-    default_page_size,
     pair_columns,
+    power_of_two,
     scale_rows,
+    slab_tokens,
+    token_bytes,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 from jaxserve.pallas_kernels.tpu import LANES, round_up
@@ -54,8 +59,9 @@ class PageMatrices(Layout):
         return math.prod(self.token_shape[:-1])
 
     def default_page_size(self, kv_dtype: jnp.dtype) -> int:
-        """Return the default page size in tokens, which makes copies of pages large enough."""
-        return default_page_size(self.num_matrices, self.used_columns, kv_dtype)
+        """Return the default page size: about `COPY_BYTES` for a layer's page, but at most `COPY_TOKENS` tokens."""
+        tokens = power_of_two(COPY_BYTES // token_bytes(self.num_matrices, self.used_columns, kv_dtype))
+        return max(ALIGNED_TOKENS, slab_tokens(kv_dtype), min(tokens, COPY_TOKENS))
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
         """Return the pool values' shape, `(L, N, M, P, C)`."""

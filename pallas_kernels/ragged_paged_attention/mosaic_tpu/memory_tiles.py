@@ -103,18 +103,6 @@ def slab_tokens(kv_dtype: jnp.dtype) -> int:
     return SUBLANES * 4 // kv_dtype.itemsize
 
 
-def default_page_size(num_kv_heads: int, stored: int, kv_dtype: jnp.dtype) -> int:
-    """Return the default page size in tokens: a layer's page has about `COPY_BYTES`, and at most `COPY_TOKENS` tokens.
-
-    Args:
-        num_kv_heads: KV heads, or matrices per page.
-        stored: stored columns per head or matrix.
-        kv_dtype: pool dtype.
-    """
-    tokens = power_of_two(COPY_BYTES // token_bytes(num_kv_heads, stored, kv_dtype))
-    return max(ALIGNED_TOKENS, slab_tokens(kv_dtype), min(tokens, COPY_TOKENS))
-
-
 def scale_rows(num_vectors: int) -> int:
     """Return how many rows with 128 scales each hold the scales for 32 tokens, `num_vectors` per token.
 

@@ -148,7 +148,7 @@ def _new(config: KernelConfig, vectors: Sequence[Shaped[Array, "T K _"]]) -> Flo
 def _new_scales(
     config: KernelConfig, plan: WorkPlan, vector_scales: Sequence[BFloat16[Array, "T K"]]
 ) -> BFloat16[Array, "slabs rows 128"]:
-    """Return `Operands.new_scales` for the scales of new keys and values, one array for each (`vector_scales`)."""
+    """Arrange new scales by written slab, in the pool's layout: an array for keys, one for values, or for latents."""
     scales = jnp.stack(vector_scales, axis=-1).reshape(config.num_tokens, config.num_vectors)
     first_token = plan.writes.reshape(-1, NUM_WRITE_COLUMNS)[:, FIRST_TOKEN]
     token = first_token[:, None] + jnp.arange(SCALE_TOKENS, dtype=jnp.int32)[None, :]

@@ -70,7 +70,7 @@ def make_plan(config: KernelConfig, blocks: BlockSizes, rows: RaggedRows) -> Wor
 
 
 def _tile_rows(blocks: BlockSizes, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> list[Array]:
-    """Divide the rows with several new tokens between short tiles, into which they fit, and tall tiles.
+    """Choose the tile size for each row with several new tokens: short if they fit into one short tile, else tall.
 
     Args:
         blocks: block sizes, with one or two tile sizes.
