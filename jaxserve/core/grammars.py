@@ -52,10 +52,10 @@ class Grammars:
         Raises:
             RequestError: the grammar is rejected.
         """
-        form = params.structured_outputs
-        if form is None:
+        structure = params.structured_outputs
+        if structure is None:
             return None
-        if form.append_forced_tokens and (params.logprobs is not None or params.has_penalties or params.bad_words):
+        if structure.append_forced_tokens and (params.logprobs is not None or params.has_penalties or params.bad_words):
             raise RequestError(
                 "append_forced_tokens cannot be combined with logprobs, penalties or bad_words; drop one"
             )
@@ -63,7 +63,7 @@ class Grammars:
             if self._compiler is None:
                 self._compiler = self._new_compiler()
         return self._compiler.constraint(
-            form,
+            structure,
             allowed_token_ids=params.allowed_token_ids,
             stop_ids=stop_ids,
             min_tokens=params.min_tokens,

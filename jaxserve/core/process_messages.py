@@ -215,7 +215,7 @@ def portable_error(error: BaseException) -> BaseException:
     """Return an error if it can be pickled, otherwise a RuntimeError with its text."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # any exception, raised by the error's own class: its text tells the client what happened
+    except Exception:  # any exception, raised by the error's own class: its text reports what happened to the client
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 

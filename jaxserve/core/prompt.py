@@ -59,7 +59,7 @@ def read_prompt(
 
 
 def check_bound(text: str, tokenizer: Tokenizer, schedule: ScheduleConfig, advice: str = "") -> None:
-    """Raise PromptTooLongError if a text's length alone proves that it has too many tokens.
+    """Raise PromptTooLongError if a text's length already proves that it has too many tokens.
 
     Args:
         text: prompt.

@@ -228,7 +228,7 @@ class Replica:
             self.step_stats.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
             if not self.executor.schedule.pools:
                 self._stats.num_sampled_tokens += sum(step.plan.max_new)
-            self._take([[0] * most for most in step.plan.max_new])
+            self._take([[0] * max_new for max_new in step.plan.max_new])
             self._has_dropped = True
         self.chooser.pause()
 

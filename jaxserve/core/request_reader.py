@@ -150,7 +150,7 @@ class RequestReader:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids, or drop skip_tokenizer_init")
 
     def check_text(self, prompt: object) -> None:
-        """Raise RequestError if `prompt` is a text whose length alone proves that it has too many tokens.
+        """Raise RequestError if `prompt` is a text whose length already proves that it has too many tokens.
 
         Long texts are thus refused without being encoded.
         """

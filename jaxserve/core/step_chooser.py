@@ -95,7 +95,7 @@ class StepChooser:
         if plan.num_prefill_tokens or plan.is_split or program is None:
             self._pacer.pause()
             return
-        num_rounds, most = int(num_tokens.max()), max(plan.num_drafts, default=0)
+        num_rounds, max_drafts = int(num_tokens.max()), max(plan.num_drafts, default=0)
         mean, is_scout = float(num_rounds), step.is_scout
         if rounds is not None:
             num_rounds = int(rounds.sampled[: plan.num_rows].any(axis=0).sum())
@@ -103,7 +103,7 @@ class StepChooser:
             slots = [plan.slots[row] for row in own]
             self._pacer.acceptance.add(slots, rounds.wanted[own], rounds.accepted[own])
             mean = float((num_tokens[np.array(plan.num_drafts) > 0] if is_scout else num_tokens).mean())
-        self._pacer.ended(program, most, plan.num_steps, num_rounds, mean, result.ended_s, is_scout=is_scout)
+        self._pacer.ended(program, max_drafts, plan.num_steps, num_rounds, mean, result.ended_s, is_scout=is_scout)
 
     def pause(self) -> None:
         """Discard the end time of the latest step, so that the time until the next end is not measured."""

@@ -171,7 +171,7 @@ def load_draft_layer(
             f"and {target.hidden_size} in {directory}"
         )
     if offsets is not None and ("lm_head" not in tensors or offsets.ndim != 1):
-        raise ConfigError(f"a head must have d2t as a vector, and beside it an lm_head of its own, in {directory}")
+        raise ConfigError(f"a head must have d2t as a vector, together with an lm_head of its own, in {directory}")
     specs = layer_specs(head, target, tensors, None if offsets is None else len(offsets))
     try:
         params = assemble(tensors, specs, dtype, transform=transform_of(specs))
