@@ -24,6 +24,7 @@ from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.core import link, process_messages
 from jaxserve.core.core_thread import MAX_DELTAS
 from jaxserve.core.event_log import replay_log
+from jaxserve.core.step_chooser import StepChooser
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.offline.beam_search import BeamSearchParams
 from jaxserve.offline.llm import LLM
@@ -260,7 +261,7 @@ def test_start_errors_of_the_core_are_raised_here(llama: Path) -> None:
     assert errors[0] == errors[1]
 
 
-@pytest.mark.parametrize("options", [{"executors": []}, {"new_chooser": print}])
+@pytest.mark.parametrize("options", [{"executors": []}, {"new_chooser": type("OtherChooser", (StepChooser,), {})}])
 def test_parts_of_this_process_are_refused(llama: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="engine_process must be False"):
         DrivenEngine(EngineConfig(str(llama), engine_process=True), **options)
