@@ -65,9 +65,10 @@ class QuantizeOptions:
 
     Attributes:
         scheme: name of the scheme.
-        group_size: number of weights per scale, for schemes with groups; None is the largest of 128, 64 and 32 that
-            divides all matrices' rows.
-        calibration: file with plain text, or JSON lines with `text` or `token_ids`; None is Python's standard library.
+        group_size: number of weights per scale, for schemes with groups; by default the largest of 128, 64 and
+            32 that divides all matrices' rows.
+        calibration: file with plain text, or JSON lines with `text` or `token_ids`; by default Python's standard
+            library.
         num_sequences: maximum number of calibration sequences.
         sequence_len: tokens per calibration sequence, at most the model's context length.
         smoothing_strength: fraction of the difficulty that SmoothQuant moves from activations to weights.
