@@ -17,9 +17,9 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, no_type_check
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
@@ -106,7 +106,8 @@ class BlobLayout:
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class PageEntries:
     """Page table entries to set; rows out of range are padding."""
 
@@ -116,7 +117,8 @@ class PageEntries:
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StepBatch:
     """One step's inputs on the device. Rows from `num_rows` and tokens from `cu_q_lens[num_rows]` on are padding.
 
@@ -153,7 +155,8 @@ class StepBatch:
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StateBatch(StepBatch):
     """Step inputs for a model with recurrent layers; entries index the state pool.
 
@@ -169,7 +172,8 @@ class StateBatch(StepBatch):
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SpeculativeBatch(StepBatch):
     """Step inputs for decoding rows that may run several rounds with drafted tokens.
 
@@ -242,7 +246,8 @@ class BatchLayout:
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Admission:
     """Up to A requests that enter their slots, and page table entries. Slots out of range are padding.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, no_type_check
 
 import jax
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -18,7 +18,8 @@ from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, Pages, 
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class PagedAttention(Attention):
     """Attention over the paged KV pool, for all layers; each layer returns an instance with its writes to the pool.
 
@@ -32,13 +33,13 @@ class PagedAttention(Attention):
         shared: this step's keys and values that later layers reuse, by layer.
     """
 
-    backend: str = struct.field(pytree_node=False)
+    backend: str = field(metadata={"static": True})
     kv_pages: Pages
     groups: tuple[RaggedRows, ...]
     tree_mask: Int[Array, " T"] | None = None
     states: Any = None
     state_rows: StateRows | None = None
-    shared: Mapping[int, tuple[Array, Array]] = struct.field(default_factory=dict)
+    shared: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)
 
     @classmethod
     def after(cls, tokens: TokenContext) -> PagedAttention:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol, no_type_check, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -18,7 +19,8 @@ BothParams = tuple[Params, Params]  # parameters for model and proposer
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Drafts:
     """Up to N draft tokens for each of R rows, as a chain or a tree.
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, no_type_check
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -43,7 +42,8 @@ LOGPROB_BLOCK = 64  # positions whose log probabilities are computed together: l
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StepOutput:
     """Step results. Entries for rows that did not sample are meaningless.
 

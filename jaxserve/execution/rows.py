@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import no_type_check
 
+import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from jaxserve.execution.batch import StateBatch, StepBatch
@@ -17,7 +18,8 @@ from jaxserve.pallas_kernels.ragged_paged_attention import PagesToRead, RaggedRo
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Rows:
     """The R rows of one round, as found by the device. A row that has stopped has no tokens.
 
@@ -61,7 +63,8 @@ class Rows:
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Tokens:
     """The token axis of one round, with length T.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -51,7 +51,8 @@ class Lengths(NamedTuple):
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Sequences:
     """S sequences by slot; a request keeps its slot while it runs.
 
@@ -88,7 +89,8 @@ class Sequences:
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class ServeState:
     """State that lives on the device between steps; donated to every step and returned by it."""
 

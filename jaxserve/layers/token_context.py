@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self, no_type_check
 
+import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class LayerContext:
     """Layer that computes the tokens.
 
@@ -35,12 +37,12 @@ class LayerContext:
         last_only: True if no layer after its attention reads other tokens than the rows' last ones.
     """
 
-    options: LayerOptions = struct.field(pytree_node=False)
-    norm: NormFunction = struct.field(pytree_node=False)
+    options: LayerOptions = field(metadata={"static": True})
+    norm: NormFunction = field(metadata={"static": True})
     index: Int[Array, ""]
     rotation: Rotation | None = None
     inputs: Float[Array, "N size"] | None = None
-    last_only: bool = struct.field(pytree_node=False, default=False)
+    last_only: bool = field(metadata={"static": True}, default=False)
 
     @property
     def attention(self) -> AttentionSpec:
@@ -104,7 +106,8 @@ class Attention(ABC):
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TokenContext:
     """Tokens in a forward pass, their rows, and the state that layers leave to later ones.
 

@@ -24,8 +24,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, no_type_check
 
+import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxserve.execution.paged_attention import PagedAttention
@@ -64,7 +64,8 @@ class LayerHead:
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DraftLayerState:
     """Draft layer state.
 

@@ -16,9 +16,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import no_type_check
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -37,7 +37,8 @@ from jaxserve.spec_decode.draft_sampling import draft_chain, over_vocabulary
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DraftState:
     """Draft model state.
 

@@ -1,12 +1,13 @@
 """A toy delta by row, added between matmul and reduction, against merged weights; its shards are in test_linear.py."""
 
+import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import struct
 
 from jaxserve import weights
 from jaxserve.layers.linear import LinearContext, WrappedMatrix, row_groups
@@ -20,7 +21,8 @@ ROWS, LENGTH, RANK, NAMES = 3, 5, 2, ("qkv_proj", "o_proj", "gate_up_proj", "dow
 NAMES += ("experts_gate_up", "experts_down", "shared_gate_up", "shared_down")
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Adapted(WrappedMatrix):
     a: jax.Array  # [rows, groups, rank, in]
     b: jax.Array  # [rows, groups, out, rank]
@@ -63,7 +65,7 @@ def test_each_row_has_the_tokens_of_its_merged_weights(tmp_path, family, make_tr
         tokens = TokenContext(jnp.arange(len(ids)) % LENGTH, DenseAttention(LENGTH), row)
         return decoder.compute_logits(plain, arch, decoder.forward({**plain, "layers": [p]}, arch, ids, tokens)[0])
 
-    served = {name: each.replace(matrix=held_p[name]) for name, each in wrapped.items()}
+    served = {name: dataclasses.replace(each, matrix=held_p[name]) for name, each in wrapped.items()}
     found = jax.jit(logits)({**held_p, **served}, ids, jnp.arange(ROWS).repeat(LENGTH))
     for row, (some, its_ids) in enumerate(zip(found.reshape(ROWS, LENGTH, -1), ids.reshape(ROWS, -1), strict=True)):
         merged = {name: jnp.asarray(each.merged(row)) for name, each in wrapped.items()}

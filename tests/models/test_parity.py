@@ -1,13 +1,14 @@
 """The decoder's logits against Hugging Face transformers in float32, the oracle, on checkpoints it has written."""
 
+import dataclasses
 import json
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import struct
 
 from jaxserve import weights
 from jaxserve.layers.state_forms import StateRows
@@ -40,7 +41,8 @@ if packed_linear.unsupported("float32", jax.default_backend()) is None:
     TRANSFORMS.append(partial(matrix_transform, native=True))
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DenseAttention(Attention):
     """Causal attention over one whole sequence, as a dense matrix, and recurrent states from zeros.
 
@@ -48,7 +50,7 @@ class DenseAttention(Attention):
     """
 
     count: jax.Array
-    shared: dict = struct.field(default_factory=dict)
+    shared: dict = field(default_factory=dict)
 
     def attend(self, q, k, v, layer, sinks):
         rope, options = layer.rope, layer.attention.options
@@ -71,14 +73,14 @@ class DenseAttention(Attention):
         if sinks is not None:
             scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (Q, T, 1))], axis=-1)
         out = jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores)[..., :T], v)
-        return out, self.replace(count=self.count + layer.index, shared=shared)
+        return out, dataclasses.replace(self, count=self.count + layer.index, shared=shared)
 
     def advance(self, inputs, layer):
         T, one = len(inputs[0]), jnp.zeros(1, jnp.int32)
         rows = StateRows(one, one, one, jnp.array([0, T]), jnp.zeros(T, jnp.int32), jnp.arange(T), one, one)
         state = layer.state
         out, _ = state.advance(inputs, rows, state.new(1, 1), jnp.int32(0))
-        return out, self.replace(count=self.count + layer.index)
+        return out, dataclasses.replace(self, count=self.count + layer.index)
 
 
 def whole_sequence(token_ids):

@@ -4,6 +4,8 @@ XLA counts nothing for custom calls, and the body of a loop once; the serving at
 dense, one row over all its tokens: a product of all queries with all keys, which `num_scores` must then count.
 """
 
+import dataclasses
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import FAMILIES, LATENT, MIXTURES, VARIED, hf_dict
-from flax import struct
 from jax import Array
 
 from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
@@ -30,11 +31,12 @@ ONE_GROUP = {family: {"n_group": 1, "topk_group": 1} for family in LATENT}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DenseAttention(Attention):
     """Causal attention over one whole sequence; the states of recurrent layers are not computed."""
 
-    shared: dict[int, tuple[Array, Array]] = struct.field(default_factory=dict)
+    shared: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def attend(
         self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
@@ -51,7 +53,9 @@ class DenseAttention(Attention):
         scores = jnp.einsum("tkgh,skh->kgts", grouped, k) * layer.attention.options.scale
         weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool)[None, None], scores, -1e30))
         out = jnp.einsum("kgts,skh->tkgh", weights, v).reshape(T, q.shape[1], -1)
-        return out if expand is None else jnp.einsum("tqr,qvr->tqv", out, expand), self.replace(shared=shared)
+        return out if expand is None else jnp.einsum("tqr,qvr->tqv", out, expand), dataclasses.replace(
+            self, shared=shared
+        )
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Array, "DenseAttention"]:
         return jnp.zeros((len(inputs[0]), *layer.state.new(1, 1).memory.shape[2:4])), self

@@ -1,11 +1,12 @@
 """A weight format for tests: bfloat16 in two planes of bytes, exact for weights that are bfloat16 already."""
 
+from dataclasses import dataclass
 from typing import Any, no_type_check
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax import struct
 from jax import Array, lax
 
 from jaxserve.layers.linear import FloatMatrix, LinearContext, Matrix
@@ -13,7 +14,8 @@ from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
 
 
 @no_type_check
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Planes(Matrix):
     high: Array
     low: Array

@@ -6,7 +6,6 @@ from typing import Any, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
@@ -15,7 +14,8 @@ from jaxserve.execution.sampling.token_gather import top_tokens
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TokenLogprobs:
     """Log probabilities at R positions.
 

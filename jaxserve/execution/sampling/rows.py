@@ -1,13 +1,13 @@
 """Sampling inputs besides the logits: one entry per row of a step, and a slot table that outlives steps."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, no_type_check, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 from numpy.typing import DTypeLike, NDArray
@@ -47,7 +47,8 @@ class RowParameter:
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SamplingRows:
     """The R rows that sampling sees in one step. Rows that are not `live` may hold garbage.
 
@@ -119,7 +120,8 @@ def pack_records(requests: Sequence[Request]) -> NDArray[np.int32]:
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SlotTable:
     """Per-request device state in S slots; a request keeps its slot while it runs.
 
@@ -146,7 +148,8 @@ class SlotTable:
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class SlotRow:
     """A request's slot table entries, as sent by the host.
 

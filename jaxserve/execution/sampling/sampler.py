@@ -5,11 +5,12 @@ to compile each kernel for each step size, so everything exists once, with few o
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import no_type_check
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -28,7 +29,8 @@ _GREEDY_DIVISOR = 1e-30  # divisor for greedy rows' logits: the largest keep a w
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class DraftedTokens:
     """At most one drafted token per row, proposed for the position being sampled.
 

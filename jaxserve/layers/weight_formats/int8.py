@@ -4,11 +4,12 @@ The format is llama.cpp's Q8_0 with longer blocks: with B = 64 a matrix takes 0.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, no_type_check
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int8, Shaped
 from numpy.typing import NDArray
@@ -25,7 +26,8 @@ PAIRS = np.dtype(np.uint8)  # dtype of int4 pairs
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class BlockMatrix(ScaledMatrix):
     """A matrix [out, in] in blocks, or a matrix stack: w[o, i] is q[o, i] * scale[i // B, o], in = blocks * B.
 

@@ -1,13 +1,12 @@
 """Matrices packed for the native CPU kernels, in any format that these multiply."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -22,7 +21,8 @@ from jaxserve.weights import StoredTensor
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class NativeMatrix(Matrix):
     """A packed matrix, whose kernel computes a linear layer in one call."""
 

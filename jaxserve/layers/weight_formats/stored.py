@@ -6,13 +6,13 @@ take any rows. If the group size does not divide a device's columns, a smaller o
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Shaped
@@ -46,7 +46,8 @@ _SLAB_SIZE = 1 << 20  # elements per thread and read: in GPTQ files a row touche
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class StoredMatrix(ScaledMatrix):
     """A matrix [out, in] or a stack of matrices, quantised in any scheme that a checkpoint can have.
 
@@ -73,7 +74,7 @@ class StoredMatrix(ScaledMatrix):
     input_factor: Float32[Array, "*stack in"] | None
     input_scale: Float32[Array, "*stack"] | None
     input_zero: Float32[Array, "*stack"] | None
-    scheme: Scheme = struct.field(pytree_node=False)
+    scheme: Scheme = field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

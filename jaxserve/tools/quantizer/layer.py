@@ -1,12 +1,12 @@
 """A decoder layer on calibration sequences: statistics of its matrices' inputs, and its outputs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -79,11 +79,12 @@ def _apply(p: Params, x: Array, stats: Stats, arch: ArchConfig, kind: int) -> tu
     return outputs.reshape(B, S, D), stats
 
 
-@struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class _SequenceAttention(Attention):
     """Attention within each run of `seq_len` tokens, one sequence at a time: its scores are the largest array."""
 
-    seq_len: int = struct.field(pytree_node=False)
+    seq_len: int = field(metadata={"static": True})
 
     def attend(
         self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
