@@ -186,5 +186,5 @@ def test_the_table_has_every_option_once() -> None:
     rows = markdown_table().splitlines()
     for name in names:
         assert sum(row.startswith(f"| `{name}` |") for row in rows) == 1
-    assert "| `swap_space` | any | preempted requests are computed again, and nothing is swapped |" in rows
+    assert "| `swap_space` | any | preempted requests are computed again, or read from kv_offloading_path |" in rows
     assert all(row.count("|") == 4 for row in rows)

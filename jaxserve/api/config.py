@@ -126,6 +126,11 @@ class EngineConfig:
             XLA allocates it when jax starts; if jax is already running, or XLA_CLIENT_MEM_FRACTION is lower, the pool
             is smaller, and a warning reports this.
         enable_prefix_caching: share pages between requests with a common prefix.
+        kv_offloading_path: directory in which cached pages are kept on disk, with one file per engine. Pages move
+            there when no request uses them, and back when a prompt begins with their tokens, also after a crash or
+            in a later engine with the same weights and page layout. It holds keys and values of users' prompts,
+            readable only by this user. None keeps pages only in device memory.
+        kv_offloading_disk_size: maximum size of each file in GiB; the least recently used pages are evicted.
         seed: seed for random weights, and for requests without a seed; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
         linear_backend: "auto", or "xla" to make XLA compute all matmuls with weights, instead of the Pallas kernels for
@@ -191,6 +196,8 @@ class EngineConfig:
     target_itl_ms: str | float | Mapping[int, float] | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    kv_offloading_path: str | None = None
+    kv_offloading_disk_size: float = 8.0
     seed: int = 0
     attention_backend: str = "auto"
     linear_backend: str = "auto"
@@ -218,6 +225,7 @@ class EngineConfig:
         read_targets(self.target_ttft_ms, self.target_itl_ms)
         vars(self)["speculative_config"] = SpeculationConfig.from_value(self.speculative_config)
         _check_combinations(self)
+        _check_tiers(self)
         _check_devices(self)
 
     @property
@@ -300,6 +308,20 @@ def _check_combinations(config: EngineConfig) -> None:
         )
 
 
+def _check_tiers(config: EngineConfig) -> None:
+    if config.kv_offloading_path is None:
+        return
+    method = None if config.speculation is None else config.speculation.method
+    for name, value, needed in (
+        ("enable_prefix_caching", config.enable_prefix_caching, True),
+        ("enable_dp_attention", config.enable_dp_attention, False),
+        ("event_log", config.event_log, None),  # it does not record the pages that an engine finds on disk
+        ("the method in speculative_config", method, "ngram"),  # the others keep keys and values of their own
+    ):
+        if value != needed and not (name.endswith("speculative_config") and value is None):
+            raise ConfigError(f"{name} must be {needed!r} with kv_offloading_path, got {value!r}; drop one")
+
+
 def _check_devices(config: EngineConfig) -> None:
     """Raise ConfigError for numbers of devices and shards that do not divide, or options that shards do not support."""
     if config.tensor_parallel_size % config.expert_parallel_size:
@@ -335,7 +357,7 @@ def _from_text(value: Any) -> Any:
 
 _FIXED_STEPS = integer(1, MAX_FIXED_STEPS)
 _SIZE = integer(1)
-_PATHS = ("model", "tokenizer", "generation_config", "compilation_cache_dir", "event_log")
+_PATHS = ("model", "tokenizer", "generation_config", "compilation_cache_dir", "event_log", "kv_offloading_path")
 _OPTIONAL_SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
 
 
@@ -365,6 +387,7 @@ _SCHEMA = Schema(
         "max_logprobs": integer(-1, words="an integer of 0 or more, or -1 for the whole vocabulary"),
         "scheduling_policy": one_of(("fcfs", "priority")),
         "gpu_memory_utilization": number(0, 1, excludes_low=True),
+        "kv_offloading_disk_size": number(0, excludes_low=True),
         "seed": integer(0, 2**32 - 1).optional(int),
         "linear_backend": one_of(("auto", "xla")),
         "multi_step": FieldType(

@@ -162,6 +162,10 @@ class EngineStats:
     num_decode_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_loaded_pages: int = 0  # pages copied from disk to the pool
+    num_stored_pages: int = 0  # pages copied to disk
+    num_dropped_pages: int = 0  # pages not stored, as the disk was too slow
+    num_corrupt_pages: int = 0  # pages on disk that failed their checksum
     num_sampled_tokens: int = 0
     num_output_tokens: int = 0  # tokens returned to users
     num_finished: int = 0

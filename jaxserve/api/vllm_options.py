@@ -107,7 +107,7 @@ _ENGINE: Sequence[Row] = (
     ("long prompts are always computed in chunks", (True, None), "enable_chunked_prefill"),
     ("multi_step is the option for several steps in one dispatch", (1,), "num_scheduler_steps"),
     ("preempted requests are computed again", (None, "recompute"), "preemption_mode"),
-    ("preempted requests are computed again, and nothing is swapped", None, "swap_space"),
+    ("preempted requests are computed again, or read from kv_offloading_path", None, "swap_space"),
     ("all weights stay on the device", (0,), "cpu_offload_gb"),
     ("num_pages and gpu_memory_utilization size the KV cache", (None,), "kv_cache_memory_bytes"),
     ("every engine can sleep", _BOOLS, "enable_sleep_mode"),

@@ -246,7 +246,7 @@ class CoreProcess:
         """End the process; Python's own shutdown would stop threads inside XLA, which then aborts."""
         try:
             if hasattr(self, "_host"):
-                self._host.close_logs()
+                self._host.close_files()
             if sys.stderr is not None:  # None for a daemon that has closed it
                 sys.stderr.flush()
         finally:  # nobody else would end the process

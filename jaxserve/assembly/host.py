@@ -19,6 +19,7 @@ from jaxserve.assembly.build import build_runners, check_sizes, naming_exhaustio
 from jaxserve.assembly.device_state import Devices
 from jaxserve.assembly.lock_step import fail_others, follow, require_same_options
 from jaxserve.assembly.memory import claim_memory
+from jaxserve.assembly.page_files import build_movers, check_model
 from jaxserve.core.core import EngineCore
 from jaxserve.core.core_thread import POLL_S, CoreThread
 from jaxserve.core.event_log import EventLog, event_to_json
@@ -82,6 +83,7 @@ class CoreHost:
             require_same_options(config, self.peers)
             self.peers.claim()
         if executors is None:
+            check_model(config, arch, is_distributed=self.peers is not None)
             with naming_exhaustion(config):
                 executors = build_runners(config, arch, self.peers)
         self.devices = Devices(config, arch, [e for e in executors if isinstance(e, Runner)])
@@ -89,8 +91,10 @@ class CoreHost:
         self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, len(executors))
         records = [_recorder(self.peers, self._logs[i : i + 1]) for i in range(len(executors))]
         replicas = [
-            Replica(config, arch, each, self.stats, record, new_chooser)
-            for each, record in zip(executors, records, strict=True)
+            Replica(config, arch, executor, self.stats, record, new_chooser, mover)
+            for executor, record, mover in zip(
+                executors, records, build_movers(config, executors, self.stats), strict=True
+            )
         ]
         self.core = EngineCore(replicas, step_ahead=config.step_ahead, on_failure=partial(fail_others, self.peers))
         self.outbox, self.send = self.core.outbox, self.core.inbox.append
@@ -170,16 +174,19 @@ class CoreHost:
         """Return the device that the core runs on."""
         return describe_device()
 
-    def close_logs(self) -> None:
-        """Write and close the event logs, if there are any."""
+    def close_files(self) -> None:
+        """Complete and close the event logs and the files of pages."""
         for log in self._logs:
             log.close()
+        for replica in self.core.replicas:
+            if replica.mover is not None:
+                replica.mover.close()
 
     def close(self) -> None:
         """Abort all requests and free all memory; the ends of requests stay in the outbox."""
         self.devices.close()
         with ExitStack() as stack:  # an error leaves nothing unfreed
-            stack.callback(self.close_logs)
+            stack.callback(self.close_files)
             for replica in self.core.replicas:
                 stack.callback(replica.close)
             self.core.abort_all(RuntimeError("the engine was closed"))

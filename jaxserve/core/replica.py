@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
     from jaxserve.api.metrics import EngineStats
     from jaxserve.models.arch import ArchConfig
+    from jaxserve.scheduling.kv_cache.transfers import PageMover
     from jaxserve.scheduling.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -63,9 +64,11 @@ class Replica:
         stats: totals, updated by this replica.
         record: called with every event, in order, for other processes or a log.
         new_chooser: class of the step chooser.
+        mover: copies pages to and from a lower tier; None without one.
 
     Attributes:
         executor: device that runs plans.
+        mover: copies pages to and from a lower tier.
         chooser: chooses the limits of each plan.
         step_stats: writer of step statistics.
         in_flight: launched steps that were not read, oldest first.
@@ -79,9 +82,10 @@ class Replica:
         stats: EngineStats,
         record: Record | None = None,
         new_chooser: type[StepChooser] = StepChooser,
+        mover: PageMover | None = None,
     ) -> None:
-        self.executor = executor
-        self.scheduler = Scheduler(executor.schedule)
+        self.executor, self.mover = executor, mover
+        self.scheduler = Scheduler(executor.schedule, tiers=[] if mover is None else [mover.tier])
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.chooser = new_chooser(config, self.scheduler, executor, self.step_stats.step_time)
         self.in_flight: deque[InFlight] = deque()
@@ -127,6 +131,13 @@ class Replica:
         """Pass the end of page moves between tiers to the scheduler."""
         self.scheduler.transferred(event.keys, ok=event.ok)
         self._record_event(event)
+
+    def move_pages(self) -> None:
+        """Start the page moves that were requested, and note those that have ended."""
+        if self.mover is not None:
+            self.mover.start_moves()
+            for keys, ok in self.mover.take_ended():
+                self.transferred(Transferred(keys, ok))
 
     def withdraw(self) -> list[Request]:
         """Remove and return, in order, the waiting requests whose tokens are all known."""
@@ -238,6 +249,8 @@ class Replica:
         self.chooser.pause()
         self._constrained.clear()
         self.scheduler.restart()
+        if self.mover is not None:
+            self.mover.forget()
 
     def recover(self) -> None:
         """Continue after `forget_all`, with nothing cached."""

@@ -25,7 +25,7 @@ Compiled = Any  # jax.stages.Compiled
 Shapes = Sequence[StepShape]
 
 # programs that allocate the state or write to it
-_WRITERS = ("new_state", "admit", "copy_pages", "set_slot", "set_masks")
+_WRITERS = ("new_state", "admit", "copy_pages", "set_slot", "set_masks", "gather_pages", "scatter_pages")
 _POLL_S = 0.01
 _REPORT_S = 5.0  # time between log lines while the caller waits
 # A short run compiles nothing in the background: it would not use it, and exit waits for running compilations.
@@ -155,6 +155,10 @@ class Programs:
     def _compile_writers(self) -> None:
         """Load or compile the programs that write to slot tables."""
         self.writers = {name: self._get(name, lower) for name, lower in self.lowering.writers().items()}
+
+    def compile_page_movers(self) -> dict[str, Compiled]:
+        """Return the compiled programs of `Lowering.page_movers`, by name."""
+        return {name: self._get(name, lower) for name, lower in self.lowering.page_movers().items()}
 
     def _get(self, name: str, lower: Lower) -> Compiled:
         """Load the program called `name`, or lower, compile and store it."""

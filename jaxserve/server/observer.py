@@ -197,6 +197,13 @@ class Observer(Collector):
         yield counter("vllm:request_success", self._finished, "finished_reason")
         yield _family(CounterMetricFamily, by_model, "vllm:admission_rejections", self.rejections, "reason")
         yield _family(CounterMetricFamily, by_model, "jaxserve:degradations", self.degradations, "rung")
+        moved = {
+            "loaded": stats.num_loaded_pages,
+            "stored": stats.num_stored_pages,
+            "dropped": stats.num_dropped_pages,
+            "corrupt": stats.num_corrupt_pages,
+        }
+        yield counter("jaxserve:kv_offloading_pages", moved, "outcome")
         for name in _NEVER_COUNTED:
             yield counter(name, {"": 0})
         if expert_tokens := stats.expert_tokens.total().values:

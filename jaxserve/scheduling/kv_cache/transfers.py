@@ -61,6 +61,38 @@ class Tier(Protocol):
         """Forget all content and moves: once this returns, none of them accesses a page."""
 
 
+class EndedMoves(NamedTuple):
+    """Moves that have ended.
+
+    Attributes:
+        keys: their keys.
+        ok: False if their content is lost.
+    """
+
+    keys: list[int]
+    ok: bool
+
+
+class PageMover(Protocol):
+    """Copies the bytes of pages, for one replica."""
+
+    @property
+    def tier(self) -> Tier:
+        """The scheduler's view of the pages that were copied."""
+
+    def start_moves(self) -> None:
+        """Start the moves requested from the tier; call it after the step that was planned meanwhile."""
+
+    def take_ended(self) -> list[EndedMoves]:
+        """Return the moves that have ended since the last call: steps launched from now on may read loaded pages."""
+
+    def forget(self) -> None:
+        """Forget all moves: none of them writes to a page any more."""
+
+    def close(self) -> None:
+        """Complete the stores and free all resources."""
+
+
 @dataclass
 class Transfer:
     """A move that has not ended.

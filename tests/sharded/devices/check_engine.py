@@ -88,6 +88,18 @@ def test_greedy_rows_go_on_through_preemption_and_several_steps(start: Start, nu
     assert engine.stats.num_compiles == 0
 
 
+def test_pages_come_back_from_disk(start: Start, tmp_path: Path) -> None:
+    """Each device's heads go to the file and return to the same device."""
+    prompts, params = [tokens(20, n) for n in range(8)], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    expected = generate(start(1), prompts, params)
+    engine = start(DEVICES, kv_offloading_path=str(tmp_path))
+    assert generate(engine, prompts, params)
+    for output, wanted in zip(generate(engine, prompts, params), expected, strict=True):
+        assert_same(output, wanted)
+        assert output.num_cached_tokens >= 16
+    assert engine.stats.num_loaded_pages
+
+
 @pytest.mark.full
 def test_rows_with_constraints_have_the_same_tokens_in_split_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,188 @@
+"""PageArchive: KV pages in a file, found by content, that outlive the process that wrote them.
+
+The file is an array of equal slots. A slot holds one page after a header with the page's key and checksums, so a file
+needs no index, no compaction and no journal: opening it reads the headers, and a page that was torn by a crash, or
+changed since, fails its checksum when it is read. It is then dropped and counted, never returned.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"jskv\x00\x00\x00\x01"  # the last byte is the format version
+_HEADER = Struct("<8s16sI16sQII")  # magic, fingerprint, group, hash, sequence number, page bytes, CRC-32 of the page
+_CHECKSUM = Struct("<I")  # CRC-32 of the header
+_HEADER_BYTES = 64
+_MAX_FILES = 1024  # engines that use one directory simultaneously
+
+
+class PageKey(NamedTuple):
+    """A page's content: its KV group, and the hash that covers all tokens up to its last one."""
+
+    group: int
+    page_hash: bytes
+
+
+class PageArchive:
+    """Pages in one file, which only this process uses.
+
+    One thread at a time uses it. After the start, a file system error is logged and counted, never raised.
+
+    Args:
+        directory: where the file lies; created if missing.
+        fingerprint: 16 bytes that distinguish weights, page layout and file format; a page with another one is unknown.
+        page_bytes: page size.
+        max_bytes: maximum file size.
+
+    Attributes:
+        num_slots: maximum number of stored pages.
+        num_corrupt: pages that failed their checksum.
+        num_errors: failed system calls.
+
+    Raises:
+        OSError: the directory or file cannot be written.
+    """
+
+    def __init__(self, directory: Path, fingerprint: bytes, page_bytes: int, max_bytes: int) -> None:
+        self.num_corrupt = self.num_errors = 0
+        self._fingerprint, self._page_bytes = fingerprint, page_bytes
+        self._slot_bytes = _HEADER_BYTES + page_bytes
+        self.num_slots = max_bytes // self._slot_bytes
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = _lock_first(directory)
+        self._slots: dict[PageKey, int] = {}
+        self._sequence = 0
+        self._free: list[int] = []
+        self._open()
+
+    @property
+    def keys(self) -> list[PageKey]:
+        """Keys for the stored pages, in the order in which they were written."""
+        return list(self._slots)
+
+    def write(self, key: PageKey, page: bytes) -> bool:
+        """Store a page, in the slot of the one written first if none is free; return whether it can be read."""
+        assert len(page) == self._page_bytes, f"a page has {self._page_bytes} bytes, got {len(page)}"
+        if key in self._slots:
+            return True
+        if not self._free:
+            self.delete(next(iter(self._slots)))
+        slot, self._sequence = self._free.pop(), self._sequence + 1
+        fields = (_MAGIC, self._fingerprint, *key, self._sequence, len(page), zlib.crc32(page))
+        header = _HEADER.pack(*fields)
+        parts = header + _CHECKSUM.pack(zlib.crc32(header)) + page
+        try:
+            is_whole = os.pwrite(self._file, parts, slot * self._slot_bytes) == len(parts)
+        except OSError as error:
+            self._note_error("write to", error)
+            is_whole = False
+        if is_whole:
+            self._slots[key] = slot
+        else:
+            self._free.append(slot)
+        return is_whole
+
+    def read(self, key: PageKey) -> bytes | None:
+        """Return a page; None if it is not stored. A page that is not intact is deleted first."""
+        if (slot := self._slots.get(key)) is None:
+            return None
+        try:
+            content = os.pread(self._file, self._slot_bytes, slot * self._slot_bytes)
+        except OSError as error:
+            self._note_error("read", error)
+            content = b""
+        page, found = content[_HEADER_BYTES:], self._key(content)
+        if found is not None and found.key == key and found.checksum == zlib.crc32(page):
+            return page
+        self.num_corrupt += 1
+        logger.warning("a stored KV page is not intact and is computed again: page %d of its file", slot)
+        self.delete(key)
+        return None
+
+    def delete(self, key: PageKey) -> None:
+        """Free the slot of a page, if it is stored."""
+        if (slot := self._slots.pop(key, None)) is not None:
+            self._free.append(slot)
+
+    def clear(self) -> None:
+        """Delete all pages, also for later processes."""
+        self._slots.clear()
+        self._free = [*reversed(range(self.num_slots))]
+        try:
+            os.ftruncate(self._file, 0)
+        except OSError as error:
+            self._note_error("empty", error)
+
+    def close(self) -> None:
+        """Close the file and let other processes use it; has no effect the second time."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def _open(self) -> None:
+        """Find the pages in the file; slots of others are free."""
+        by_sequence = sorted(self._scan())
+        for sequence, slot, key in by_sequence:
+            self._slots.pop(key, None)  # the same content again: keep the later one
+            self._slots[key], self._sequence = slot, sequence
+        self._free = sorted(set(range(self.num_slots)) - set(self._slots.values()), reverse=True)
+        if os.fstat(self._file).st_size > self.num_slots * self._slot_bytes:
+            os.ftruncate(self._file, self.num_slots * self._slot_bytes)
+
+    def _scan(self) -> Iterator[tuple[int, int, PageKey]]:
+        """Yield sequence number, slot and key for each intact header."""
+        num_used = os.fstat(self._file).st_size // self._slot_bytes
+        for slot in range(min(num_used, self.num_slots)):
+            found = self._key(os.pread(self._file, _HEADER_BYTES, slot * self._slot_bytes))
+            if found is not None:
+                yield found.sequence, slot, found.key
+
+    def _key(self, content: bytes) -> _Found | None:
+        """Read the header at the start of `content`; return None if it is not intact or has another fingerprint."""
+        header = content[: _HEADER.size]
+        if len(content) < _HEADER_BYTES or content[_HEADER.size : _HEADER_BYTES] != _CHECKSUM.pack(zlib.crc32(header)):
+            return None
+        magic, fingerprint, group, page_hash, sequence, num_bytes, checksum = _HEADER.unpack(header)
+        if (magic, fingerprint, num_bytes) != (_MAGIC, self._fingerprint, self._page_bytes):
+            return None
+        return _Found(PageKey(group, page_hash), sequence, checksum)
+
+    def _note_error(self, action: str, error: OSError) -> None:
+        """Count a failed system call, and warn of the first one."""
+        self.num_errors += 1
+        if self.num_errors == 1:
+            logger.warning("cannot %s the file of KV pages, which are computed again instead: %s", action, error)
+
+
+class _Found(NamedTuple):
+    """Header fields."""
+
+    key: PageKey
+    sequence: int
+    checksum: int
+
+
+def _lock_first(directory: Path) -> int:
+    """Open and lock the first file in a directory that no other process uses; return its descriptor.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    for index in range(_MAX_FILES):
+        file = os.open(directory / f"pages-{index}.kv", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+        else:
+            return file
+    raise OSError(f"all {_MAX_FILES} page files in {directory} are in use")

@@ -1,0 +1,189 @@
+"""Pages that move to disk and back: the same tokens, whatever the pool's dtype, and nothing lost or crossed."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import EngineStats
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.errors import ConfigError
+from jaxserve.execution.page_mover import PageMover
+from jaxserve.scheduling.kv_cache import page_archive
+from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, tokens
+from tests.e2e.workloads import run as run_all
+from tests.parameters import mainly
+
+Start = Callable[..., DrivenEngine]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("pages"))
+
+
+@pytest.fixture
+def open_engine(llama: Path, tmp_path: Path) -> Iterator[Callable[..., DrivenEngine]]:
+    """Start an engine with pages in the test's directory, without emptying them."""
+    with ExitStack() as stack:
+
+        def open_engine(**options: Any) -> DrivenEngine:
+            own = {"skip_tokenizer_init": True, "kv_offloading_path": str(tmp_path)}
+            engine = DrivenEngine(EngineConfig(str(llama), **{**own, **SIZES, **options}))
+            stack.callback(engine.close)
+            return engine
+
+        yield open_engine
+
+
+def moved(engine: DrivenEngine) -> EngineStats:
+    """Return the engine's totals, after all writes."""
+    mover = engine.replicas[0].mover
+    assert isinstance(mover, PageMover)
+    mover._io.submit(lambda: None).result()
+    return engine.stats
+
+
+def conversations(engine: DrivenEngine, num_chats: int, num_turns: int) -> tuple[list[Any], int, int]:
+    """Return the tokens of all turns, and the prompt tokens computed and needed at least: each turn adds 5."""
+    chats = [tokens(20, f"chat {number}") for number in range(num_chats)]
+    answers, num_computed, num_new = [], 0, 0
+    for turn in range(num_turns):
+        for number, chat in enumerate(chats):
+            chat.extend(tokens(5, (number, turn)))
+            (output,) = generate(engine, [chat], SHORT)
+            answers.append(output.outputs[0].token_ids)
+            chat.extend(answers[-1])
+            num_computed += len(output.prompt_token_ids) - output.num_cached_tokens
+            num_new += 25 if turn == 0 else 7
+    return answers, num_computed, num_new
+
+
+@pytest.mark.parametrize("kv_cache_dtype", mainly(["auto"], "int8", "int4"))
+@given(jobs=jobs(aborts=True))
+@few_but_rich
+def test_any_workload_gives_the_same_tokens(start: Start, path: str, kv_cache_dtype: str, jobs: list[Job]) -> None:
+    """Preemptions move pages to disk, as four rows need more than the pool holds."""
+    options = {"kv_cache_dtype": kv_cache_dtype} if kv_cache_dtype != "auto" else {}
+    expected = run_all(start(**options), jobs)
+    engine = start(**options, kv_offloading_path=path)
+    for output, wanted, job in zip(run_all(engine, jobs), expected, jobs, strict=True):
+        if "abort" not in (output.outputs[0].finish_reason, wanted.outputs[0].finish_reason):
+            assert_same(output, wanted, job)
+
+
+def test_long_conversations_are_computed_once(start: Start, path: str) -> None:
+    """Eight chats need four times the pool."""
+    expected, num_recomputed, _ = conversations(start(), 8, 4)
+    engine = start(kv_offloading_path=path)
+    before = engine.stats.num_loaded_pages
+    answers, num_computed, num_new = conversations(engine, 8, 4)
+    assert answers == expected
+    page_size = SIZES["page_size"]
+    assert num_computed <= num_new + 8 * 4 * page_size  # partly filled pages are not kept
+    assert num_computed < num_recomputed / 2
+    assert moved(engine).num_loaded_pages > before
+
+
+def test_another_engine_continues_conversations(open_engine: Callable[..., DrivenEngine]) -> None:
+    prompts = [tokens(33, number) for number in range(6)]
+    first = open_engine()
+    expected = generate(first, prompts, GREEDY)
+    first.close()
+    second = open_engine()
+    for output, wanted in zip(generate(second, prompts, GREEDY), expected, strict=True):
+        assert_same(output, wanted)
+        assert output.num_cached_tokens == 32
+    stats = moved(second)
+    assert stats.num_loaded_pages >= 6 * 32 // SIZES["page_size"]
+    assert stats.num_dropped_pages == stats.num_corrupt_pages == 0
+
+
+def test_other_salts_layouts_and_weights_find_nothing(open_engine: Callable[..., DrivenEngine], llama: Path) -> None:
+    prompt = tokens(33, "salt")
+
+    def run(engine: DrivenEngine, **fields: Any) -> RequestOutput:
+        (output,) = run_all(engine, [Job(prompt, GREEDY, **fields)])
+        return output
+
+    engine = open_engine()
+    first = run(engine)
+    assert run(engine, salt="other").num_cached_tokens == 0
+    engine.close()
+    for other in (
+        {"kv_cache_dtype": "int8"},
+        {"hf_overrides": '{"rms_norm_eps": 0.1}'},
+    ):
+        engine = open_engine(**other)
+        assert run(engine).num_cached_tokens == 0, other
+        engine.close()
+    engine = open_engine()
+    assert run(engine).num_cached_tokens == 32
+    engine.update_weights(str(llama))
+    output = run(engine)
+    assert output.num_cached_tokens == 0  # the engine forgets all pages with its weights
+    assert_same(output, first)
+
+
+def test_damaged_file_costs_time_only(open_engine: Callable[..., DrivenEngine], tmp_path: Path) -> None:
+    prompts = [tokens(33, number) for number in range(3)]
+    engine = open_engine()
+    expected = generate(engine, prompts, GREEDY)
+    engine.close()
+    (file,) = tmp_path.glob("*/pages-0.kv")
+    content = bytearray(file.read_bytes())
+    for offset in range(1000, len(content), 2500):
+        content[offset] ^= 1
+    file.write_bytes(content)
+    engine = open_engine()
+    for output, wanted in zip(generate(engine, prompts, GREEDY), expected, strict=True):
+        assert_same(output, wanted)
+    assert moved(engine).num_corrupt_pages
+    assert engine.stats.num_loaded_pages
+
+
+def test_full_and_failing_disks_cost_time_only(
+    open_engine: Callable[..., DrivenEngine], start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, num_recomputed, _ = conversations(start(), 6, 3)
+    engine = open_engine()
+    calls = itertools.count()
+
+    def fail_sometimes(*args: Any) -> Any:
+        if next(calls) % 3:
+            raise OSError(5, "Input/output error")
+        return pwrite(*args)
+
+    pwrite = os.pwrite
+    monkeypatch.setattr(page_archive.os, "pwrite", fail_sometimes)
+    answers, num_computed, _ = conversations(engine, 6, 3)
+    assert answers == expected
+    assert num_computed <= num_recomputed
+    assert moved(engine).num_stored_pages
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"enable_prefix_caching": False}, "enable_prefix_caching must be True with kv_offloading_path, got False"),
+        ({"event_log": "log"}, "event_log must be None with kv_offloading_path"),
+        ({"kv_offloading_disk_size": 1e-6}, "must be at least one page of"),
+        ({"kv_offloading_disk_size": 0}, "kv_offloading_disk_size must be"),
+        ({"kv_offloading_path": "/dev/null/pages"}, "must be a directory that can be written"),
+        ({"speculative_config": {"method": "draft_model", "model": "x"}}, "speculative_config must be 'ngram'"),
+    ],
+)
+def test_useless_options_are_refused(llama: Path, tmp_path: Path, options: dict, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        DrivenEngine(EngineConfig(str(llama), **{"kv_offloading_path": str(tmp_path), **SIZES, **options}))
