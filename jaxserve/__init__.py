@@ -73,6 +73,13 @@ def __getattr__(name: str) -> object:
     """Import public names on first use: LLM imports jax, and the command line must start fast."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import gc  # noqa: PLC0415
     from importlib import import_module  # noqa: PLC0415
 
-    return getattr(import_module(f"jaxserve.{_OTHER_MODULES.get(name, 'api.pooling_outputs')}"), name)
+    collects = gc.isenabled()
+    gc.disable()  # what modules make lasts: scanning it again and again takes a tenth of the time
+    try:
+        return getattr(import_module(f"jaxserve.{_OTHER_MODULES.get(name, 'api.pooling_outputs')}"), name)
+    finally:
+        if collects:
+            gc.enable()

@@ -14,7 +14,10 @@ started = time.perf_counter()
 import jaxserve
 seconds = time.perf_counter() - started
 loaded = sorted({"jax", "torch", "transformers"} & sys.modules.keys())
-print(json.dumps({"seconds": seconds, "loaded": loaded}))
+jaxserve.LLM
+slow = sorted({"flax", "rich", "yaml", "torch", "transformers"} & sys.modules.keys())
+import gc
+print(json.dumps({"seconds": seconds, "loaded": loaded, "slow": slow, "collects": gc.isenabled()}))
 """
 
 
@@ -24,6 +27,8 @@ def test_import_is_light() -> None:
     result = json.loads(run.stdout)
     assert result["loaded"] == []
     assert result["seconds"] < 1
+    assert result["slow"] == [], "the engine does not need them"
+    assert result["collects"], "garbage is collected again after the imports"
 
 
 def test_all_packages_are_installed() -> None:
