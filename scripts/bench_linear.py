@@ -41,6 +41,7 @@ MIN_SECONDS = 0.02  # minimum time of one measurement
 PAUSE_SECONDS = 0.1  # OpenBLAS threads keep their cores busy for about 30 ms after a matmul
 WARM_UP_SECONDS = 0.1
 BLAS_CORES = {
+    "amx": "SKYLAKEX",
     "avx512vnni": "SKYLAKEX",
     "avx512": "SKYLAKEX",
     "avxvnni": "HASWELL",

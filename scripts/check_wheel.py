@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = "server,structured"
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++")
 START_S = 300
-SETS = {"x86_64": ("generic", "avx2", "avxvnni", "avx512", "avx512vnni"), "aarch64": ("generic", "neondot")}
+SETS = {"x86_64": ("generic", "avx2", "avxvnni", "avx512", "avx512vnni", "amx"), "aarch64": ("generic", "neondot")}
 KERNELS = "import sys; from jaxserve.pallas_kernels import native; sys.exit(native.unavailable())"
 
 

@@ -43,7 +43,7 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mpre
 BASELINE: tuple[int, list[str]] = (4, [])  # "generic"
 INSTRUCTION_SETS: dict[str, tuple[int, list[str]]] = {}
 # Sets with byte products, and the set whose attention they call.
-PLAIN = {"avxvnni": "avx2", "avx512vnni": "avx512", "neondot": "generic"}
+PLAIN = {"avxvnni": "avx2", "avx512vnni": "avx512", "amx": "avx512", "neondot": "generic"}
 if platform.machine() in X86:
     INSTRUCTION_SETS |= {
         "avx2": (8, AVX2),
@@ -51,6 +51,8 @@ if platform.machine() in X86:
         "avx512": (16, AVX512),
         "avx512vnni": (16, [*AVX512, "-mavx512vnni"]),
     }
+    if sys.platform == "linux":  # processes ask the system for tiles
+        INSTRUCTION_SETS["amx"] = (16, [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-bf16"])
 if platform.machine() in ARM and sys.platform == "linux":  # compilers for macOS have byte products in their baseline
     INSTRUCTION_SETS["neondot"] = (4, ["-march=armv8.2-a+dotprod"])
 

@@ -160,6 +160,7 @@ template <typename WeightFormat>
 class DigitTokens {
  public:
   using Format = WeightFormat;
+  static constexpr int64_t kTaskTokens = kCachedTokens;
 
   static int64_t size(const LinearProblem& p) {
     const DigitGroups<Format> groups(p);

@@ -5,8 +5,12 @@
 #include <optional>
 #include <vector>
 
-#ifdef NATIVE_HAS_avxvnni
+#if defined(NATIVE_HAS_avxvnni) || defined(NATIVE_HAS_amx)
 #include <cpuid.h>
+#endif
+#ifdef NATIVE_HAS_amx
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 #ifdef NATIVE_HAS_neondot
 #include <sys/auxv.h>
@@ -43,6 +47,16 @@ bool has_avxvnni() {  // __builtin_cpu_supports of some compilers does not know 
 }
 #endif
 
+#ifdef NATIVE_HAS_amx
+// Return whether the processor has tiles of bfloat16 and the system lets this process use them.
+bool has_amx() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  unsigned a, b, c, d;
+  const bool has_tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1;
+  return has_tiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 // Return the instruction sets that this processor and the library have, best first.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> sets = [] {
@@ -52,6 +66,9 @@ const std::vector<InstructionSet>& instruction_sets() {
                                              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     [[maybe_unused]] const bool has_avx2 =
         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#endif
+#ifdef NATIVE_HAS_amx
+    if (has_avx512 && __builtin_cpu_supports("avx512vnni") && has_amx()) found.push_back({"amx", &native::amx::kernels});
 #endif
 #ifdef NATIVE_HAS_avx512vnni
     if (has_avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back({"avx512vnni", &native::avx512vnni::kernels});

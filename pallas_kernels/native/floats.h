@@ -285,6 +285,7 @@ template <typename WeightFormat>
 class PackedTokens {
  public:
   using Format = WeightFormat;
+  static constexpr int64_t kTaskTokens = kCachedTokens;
 
   static int64_t size(const LinearProblem& p) {
     if (p.num_tokens == 1 && !p.norm && !kScalesInputs && !Format::kHasZeros) return 0;  // used as it is
@@ -390,42 +391,28 @@ void multiply_blocks(const LinearProblem& p, const PackedTokens<Format>& tokens,
   const auto address = [&](int64_t panel, int64_t column) {
     return weights + panel * stride + column / unit * (unit == 1 ? kPanelRows : group_stride);
   };
-  const auto panels_at = [&](int64_t panel, int64_t end) { return panel + kPanels <= end ? kPanels : 1; };
+  // Bytes of a column, of words in part.
+  const int64_t column_bytes = (stride * int64_t{sizeof(*weights)} + K - 1) / K, panel_bytes = stride * int64_t{sizeof(*weights)};
 
-  for (int64_t group = first_panel; group < end_panel; group += kGroupPanels) {
-    const int64_t end = std::min(group + kGroupPanels, end_panel);
-    for (int64_t column = 0; column < K; column += columns) {
-      float* kept = sums;
-      const int64_t num_columns = std::min(columns, K - column);
-      for (int64_t panel = group; panel < end;) {
-        const int num_panels = panels_at(panel, end);
-        ColumnBlock block{converted, columns * kPanelRows, panel, column, num_columns, {}};
-        if constexpr (std::is_same_v<Format, Floats<float>>) {
-          block.weights = address(panel, column);
-          block.stride = stride;
-        } else {
-          for (int i = 0; i < num_panels; ++i) {
-            convert<Format>(address(panel + i, column), num_columns, p.group_size, converted + i * block.stride);
-          }
-        }
-        const auto& by_tokens = num_panels == kPanels ? pairs : singles;
-        panel += num_panels;
-        const int64_t next_column = panel < end ? column : column + columns < K ? column + columns : 0;
-        const int64_t next_panel = panel < end ? panel : next_column > 0 ? group : end;
-        if (next_panel < end_panel) {
-          const auto* from = address(next_panel, next_column);
-          const auto* to = address(next_panel, std::min(next_column + columns, K));
-          const int64_t bytes = (to - from) * int64_t{sizeof(*from)}, panel_bytes = stride * int64_t{sizeof(*from)};
-          const int64_t num_calls = std::max<int64_t>(1, num_columns / NextBlock::kStepColumns * num_tiles);
-          block.next = NextBlock(from, bytes, panel_bytes, panels_at(next_panel, next_panel < end ? end : end_panel), num_calls);
-        }
-        for (int64_t i = first_tile; i < end_tile; ++i, kept += kTileSums) {
-          const Tile tile = tokens.tile(i);
-          by_tokens[tile.num_tokens - 1](p, tile, block, kept);
-        }
+  each_block(first_panel, end_panel, kGroupPanels, kPanels, K, columns, [&](const PanelBlock& here, const PanelBlock& next) {
+    ColumnBlock block{converted, columns * kPanelRows, here.panel, here.column, here.num_columns, {}};
+    if constexpr (std::is_same_v<Format, Floats<float>>) {
+      block.weights = address(here.panel, here.column);
+      block.stride = stride;
+    } else {
+      for (int64_t i = 0; i < here.num_panels; ++i) {
+        const auto* from = address(here.panel + i, here.column);
+        convert<Format>(from, here.num_columns, p.group_size, converted + i * block.stride);
       }
     }
-  }
+    block.next = NextBlock(address(next.panel, next.column), next, column_bytes, panel_bytes, here, num_tiles);
+    const auto& by_tokens = here.num_panels == kPanels ? pairs : singles;
+    float* kept = sums + here.index * num_tiles * kTileSums;
+    for (int64_t i = first_tile; i < end_tile; ++i, kept += kTileSums) {
+      const Tile tile = tokens.tile(i);
+      by_tokens[tile.num_tokens - 1](p, tile, block, kept);
+    }
+  });
 }
 
 }  // namespace NATIVE_ISA

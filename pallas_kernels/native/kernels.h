@@ -87,6 +87,9 @@ struct Kernels {
   void (*attention)(Executor&, const AttentionProblem&);
 };
 
+namespace amx {
+extern const Kernels kernels;
+}
 namespace avx512vnni {
 extern const Kernels kernels;
 }

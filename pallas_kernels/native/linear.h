@@ -10,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "amx.h"
 #include "digits.h"
 #include "floats.h"
 
@@ -17,6 +18,11 @@ namespace NATIVE_ISA {
 
 using native::GroupedProblem;
 
+#ifdef NATIVE_AMX
+using TokensForBFloat16 = TermTokens;
+#else
+using TokensForBFloat16 = PackedTokens<Floats<BFloat16>>;
+#endif
 #ifdef NATIVE_INT8_DIGITS
 using TokensForInt8 = DigitTokens<Int8Digits>;
 #else
@@ -40,7 +46,7 @@ class Product {
  public:
   Product(Executor& executor, const LinearProblem& p, float* buffer, int64_t wanted_tasks)
       : p_(p), tokens_(executor, p, buffer), num_panels_(num_panels(p)) {
-    num_blocks_ = (p.num_tokens + kTaskTokens - 1) / kTaskTokens;
+    num_blocks_ = (p.num_tokens + Tokens::kTaskTokens - 1) / Tokens::kTaskTokens;
     unit_panels_ = tokens_.panels_at_once();
     num_units_ = (num_panels_ + unit_panels_ - 1) / unit_panels_;
     num_ranges_ = std::clamp<int64_t>(wanted_tasks / num_blocks_, 1, num_units_);
@@ -127,7 +133,7 @@ void grouped_linear(Executor& executor, const GroupedProblem& p) {
 #define NATIVE_BY_FORMAT(function, format, ...)                                                         \
   switch (format) {                                                                                     \
     case native::WeightFormat::kFloat32: return function<PackedTokens<Floats<float>>>(__VA_ARGS__);     \
-    case native::WeightFormat::kBFloat16: return function<PackedTokens<Floats<BFloat16>>>(__VA_ARGS__); \
+    case native::WeightFormat::kBFloat16: return function<TokensForBFloat16>(__VA_ARGS__);              \
     case native::WeightFormat::kFloat16: return function<PackedTokens<Floats<Float16>>>(__VA_ARGS__);   \
     case native::WeightFormat::kInt8: return function<TokensForInt8>(__VA_ARGS__);                      \
     case native::WeightFormat::kInt4: return function<TokensForInt4>(__VA_ARGS__);                      \

@@ -23,7 +23,7 @@ using native::parallel_for;
 constexpr int kPanels = NATIVE_WIDTH == 16 ? 2 : 1;  // panels that a full tile works on at once
 constexpr int kVectors = kPanelRows / NATIVE_WIDTH;  // vectors per panel
 constexpr int64_t kGroupPanels = 8;  // panels that pass the same columns of tokens, which stay in the second-level cache
-constexpr int64_t kTaskTokens = 264;  // tokens whose columns and sums stay there
+constexpr int64_t kCachedTokens = 264;  // tokens whose columns and sums stay there
 constexpr int64_t kLineBytes = 64, kPrefetchBytes = 2048;
 constexpr int64_t kSerialProducts = 32 << 10;  // below, waking a thread costs more than it saves
 constexpr int64_t kTasksPerThread = 6;
@@ -53,6 +53,36 @@ inline NATIVE_INLINE void prefetch(const Element* from, int64_t stride) {
   }
 }
 
+// Some columns of some panels, the index-th such block of its group of panels; without panels behind the last.
+struct PanelBlock {
+  int64_t panel, num_panels, column, num_columns, index;
+};
+
+// Call use(block, next) for all blocks of a range of panels: groups of panels pass the same columns of tokens one after
+// the other. `at_once` panels are a block, or one panel if fewer are left.
+template <typename Use>
+void each_block(int64_t first_panel, int64_t end_panel, int64_t group_panels, int64_t at_once, int64_t num_inputs,
+                int64_t columns, const Use& use) {
+  const auto group_of = [&](int64_t panel) {
+    return first_panel + (panel - first_panel) / group_panels * group_panels;
+  };
+  const auto block_at = [&](int64_t panel, int64_t column, int64_t index) {
+    const int64_t left = std::min(group_of(panel) + group_panels, end_panel) - panel;
+    return PanelBlock{panel, left >= at_once ? at_once : std::min<int64_t>(left, 1), column,
+                      std::min(columns, num_inputs - column), index};
+  };
+  PanelBlock block = block_at(first_panel, 0, 0);
+  while (block.num_panels > 0) {
+    const int64_t group = group_of(block.panel), end = std::min(group + group_panels, end_panel), panel = block.panel + block.num_panels;
+    const int64_t column = block.column + block.num_columns;
+    const PanelBlock next = panel < end             ? block_at(panel, block.column, block.index + 1)
+                            : column < num_inputs ? block_at(group, column, 0)
+                                                    : block_at(end, 0, 0);
+    use(block, next);
+    block = next;
+  }
+}
+
 // Weights of the next block, fetched to the second-level cache some lines at a time while tiles pass the present block:
 // reading and computing overlap.
 class NextBlock {
@@ -60,26 +90,24 @@ class NextBlock {
   static constexpr int64_t kStepColumns = 16;  // columns between two calls of `fetch`
 
   NextBlock() = default;
-  // `num_bytes` of each panel are fetched by `num_calls` calls.
-  NextBlock(const void* from, int64_t num_bytes, int64_t panel_bytes, int64_t num_panels, int64_t num_calls)
-      : from_(static_cast<const char*>(from)),
-        end_(from_ + num_bytes),
-        panel_bytes_(num_panels > 1 ? panel_bytes : 0),
-        call_bytes_((num_bytes + num_calls - 1) / num_calls + kLineBytes - 1) {
-    call_bytes_ -= call_bytes_ % kLineBytes;
+  NextBlock(const void* from, const PanelBlock& next, int64_t column_bytes, int64_t panel_bytes, const PanelBlock& here,
+            int64_t num_tiles)
+      : from_(static_cast<const char*>(from)), panel_bytes_(panel_bytes), num_panels_(next.num_panels) {
+    const int64_t num_bytes = next.num_panels > 0 ? next.num_columns * column_bytes : 0;
+    const int64_t num_calls = std::max<int64_t>(1, here.num_columns / kStepColumns * num_tiles);
+    end_ = from_ + num_bytes;
+    call_bytes_ = ((num_bytes + num_calls - 1) / num_calls + kLineBytes - 1) / kLineBytes * kLineBytes;
   }
 
   inline NATIVE_INLINE void fetch() {
-    static_assert(kPanels <= 2);
     for (const char* end = std::min(from_ + call_bytes_, end_); from_ < end; from_ += kLineBytes) {
-      __builtin_prefetch(from_, 0, 2);
-      if (kPanels > 1) __builtin_prefetch(from_ + panel_bytes_, 0, 2);
+      for (int64_t i = 0; i < num_panels_; ++i) __builtin_prefetch(from_ + i * panel_bytes_, 0, 2);
     }
   }
 
  private:
   const char *from_ = nullptr, *end_ = nullptr;
-  int64_t panel_bytes_ = 0, call_bytes_ = 0;
+  int64_t panel_bytes_ = 0, num_panels_ = 0, call_bytes_ = 0;
 };
 
 // Return how many elements of memory a group of columns takes in one row of a panel.

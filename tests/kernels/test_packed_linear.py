@@ -63,12 +63,23 @@ def test_products_match_numpy(token_counts):
         np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * weight.shape[1] ** 0.5 * np.abs(expected).max())
 
 
-def test_bfloat16_weights_are_read_exactly():
-    weight, inputs = matrix((48, 64)).astype(jnp.bfloat16), [matrix((num_tokens, 64), 1) for num_tokens in (1, 7)]
-    half, whole = packed_linear.pack(weight), packed_linear.pack(weight.astype(np.float32))
-    found = multiply(*(call(packed, x) for x in inputs for packed in (half, whole)))
-    for by_half, by_whole in zip(found[::2], found[1::2], strict=True):
-        np.testing.assert_array_equal(by_half, by_whole)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_bfloat16_weights_and_all_bits_of_their_inputs_are_exact(instruction_set):
+    """Sums with one term, that is an element of a matrix or an input, and sums of integers are exact in any order."""
+    rng, half = np.random.default_rng(0), jnp.bfloat16
+    weight, unit, inputs = matrix((48, 67)).astype(half), np.eye(67, dtype=np.float32), matrix((37, 67), 1)
+    whole, few = rng.integers(-255, 256, (48, 67)), rng.integers(-99, 100, (37, 67)).astype(np.float32)
+    calls = [
+        call(packed_linear.pack(weight), unit),
+        call(packed_linear.pack(unit.astype(half)), inputs),
+        *(call(packed_linear.pack(whole.astype(half)), few[:num_tokens]) for num_tokens in (1, 7, 16, 37)),
+    ]
+    with native.using(instruction_set):
+        by_unit, of_unit, *sums = multiply(*calls)
+    np.testing.assert_array_equal(by_unit, weight.T.astype(np.float32))
+    np.testing.assert_array_equal(of_unit, inputs)
+    for y in sums:
+        np.testing.assert_array_equal(y, few[: len(y)] @ whole.T)
 
 
 def test_int8_weights_are_scaled_by_block():
@@ -203,10 +214,11 @@ def test_errors_are_small_beside_the_largest_input_of_a_block(name, dtype, instr
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("dtype", ["int8", "int4", "uint4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4", "uint4"])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_inputs_that_are_not_finite_are_seen_in_their_token_alone(value, dtype, instruction_set):
-    packed = packed_linear.pack(*quantized((40, 300), 2, dtype))
+    weight = (matrix((40, 300)).astype(jnp.bfloat16),) if dtype == "bfloat16" else quantized((40, 300), 2, dtype)
+    packed = packed_linear.pack(*weight)
     x = matrix((20, 300), 1)
     broken = x.copy()
     broken[[0, 13], [299, 4]] = value
