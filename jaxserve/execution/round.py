@@ -198,7 +198,9 @@ def compute_tokens(
     if observe is not None:
         with jax.named_scope("observe"):
             state = dataclasses.replace(state, draft=observe(state, rows, tokens.token_ids, observed))
-    logits = decoder.compute_logits(params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED))
+    logits = decoder.compute_logits(
+        params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED), batch.num_rows
+    )
     return state, logits, hidden
 
 
@@ -259,7 +261,9 @@ def run_model(
     groups = tuple(form.step_rows(model.backend, group) for form, group in forms)
     attention = PagedAttention(model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows)
     slot = rows.slot.at[tokens.row].get(**CLIPPED)
-    context = TokenContext(tokens.position, attention, tokens.row, slot, live, state.expert_tokens)
+    context = TokenContext(
+        tokens.position, attention, tokens.row, slot, live, state.expert_tokens, num_live=rows.cu_q_lens[-1]
+    )
     needs_all = None
     if last_only is not False and model.can_leave_out_tokens and rows.slot.shape[0] < tokens.row.shape[0]:
         context = dataclasses.replace(context, last=groups[0].last_tokens()[1])

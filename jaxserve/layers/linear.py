@@ -39,6 +39,7 @@ class LinearContext(NamedTuple):
         dtype: result dtype; None for x's dtype.
         axis: mesh axes along which each device has some columns of both the matrix and x.
         num_shards: number of expert-parallel shards whose rows x holds; see `grouped_matmul`.
+        num_live: number of rows of x that are not padding, which follows them; None if all may be live.
     """
 
     tokens: TokenContext | None = None
@@ -49,6 +50,7 @@ class LinearContext(NamedTuple):
     dtype: jax.typing.DTypeLike | None = None
     axis: MeshAxes | None = None
     num_shards: int = 1
+    num_live: Int[Array, ""] | None = None
 
     def reduce(self, y: Float[Array, "T out"]) -> Float[Array, "T out"]:
         """Return y summed over the devices along `axis`."""
@@ -297,9 +299,11 @@ def linear(
     residual: Float[Array, "T outputs"] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     axis: MeshAxes | None = None,
+    num_live: Int[Array, ""] | None = None,
 ) -> Float[Array, "T outputs"]:
     """Return `activation(norm(x) @ weight.T + bias) + residual`, accumulated in float32; see `LinearContext`."""
-    context = LinearContext(tokens, norm, bias, activation, residual, dtype or x.dtype, axis)
+    num_live = num_live if tokens is None else tokens.num_live
+    context = LinearContext(tokens, norm, bias, activation, residual, dtype or x.dtype, axis, num_live=num_live)
     return as_matrix(weight).linear(x, context)
 
 

@@ -121,6 +121,7 @@ class TokenContext:
         live: mask over all devices' tokens, False for padding; None if no token is padding.
         expert_tokens: token counts by MoE layer and expert; None if not counted.
         moe_index: the next MoE layer's index.
+        num_live: number of tokens before all padding; kernels may compute only these. None if all may be live.
         last: index of each row's last token, rows with tokens first; see `RaggedRows.last_tokens`. None if the hidden
             states of all tokens are needed.
     """
@@ -132,6 +133,7 @@ class TokenContext:
     live: Bool[Array, " all"] | None = None
     expert_tokens: Int[Array, "L E"] | None = None
     moe_index: Int[Array, ""] | int = 0
+    num_live: Int[Array, ""] | None = None
     last: Int[Array, " R"] | None = None
 
     def attend(
@@ -170,9 +172,10 @@ class TokenContext:
         """Return the context for layers that compute only the rows' last tokens."""
         assert self.last is not None, "the step needs only the rows' last tokens"
         live = None if self.live is None else self.live.at[self.last].get(mode="fill", fill_value=False)
-        return dataclasses.replace(
-            self.select(self.take_last), live=live, attention=self.attention.for_last(self.last), last=None
-        )
+        num_live = None if live is None else jnp.sum(live, dtype=jnp.int32)
+        attention = self.attention.for_last(self.last)
+        taken = self.select(self.take_last)
+        return dataclasses.replace(taken, live=live, num_live=num_live, attention=attention, last=None)
 
     def part(self, start: Int[Array, ""], num_tokens: int) -> TokenContext:
         """Return the context for some of the tokens; see `Attention.part`."""
@@ -181,12 +184,14 @@ class TokenContext:
             return lax.dynamic_slice_in_dim(x, start, num_tokens)
 
         live, attention = None if self.live is None else take(self.live), self.attention.part(start, num_tokens)
-        return dataclasses.replace(self.select(take), live=live, attention=attention, expert_tokens=None, last=None)
+        num_live = None if self.num_live is None else jnp.clip(self.num_live - start, 0, num_tokens)
+        taken = dataclasses.replace(self.select(take), expert_tokens=None, last=None)
+        return dataclasses.replace(taken, live=live, num_live=num_live, attention=attention)
 
     def select(self, take: Callable[[Array], Array]) -> TokenContext:
         """Return the context for other activation rows, whose tokens `take` selects; only linear layers read it."""
         row, slot = (None if each is None else take(each) for each in (self.row, self.slot))
-        return dataclasses.replace(self, position=take(self.position), row=row, slot=slot)
+        return dataclasses.replace(self, position=take(self.position), row=row, slot=slot, num_live=None)
 
     def count_experts(self, ids: Int[Array, "all k"]) -> TokenContext:
         """Return the context after an MoE layer that chose these experts; ids outside the experts are not counted."""

@@ -159,11 +159,13 @@ def num_layer_copies(arch: ArchConfig) -> int:
     return arch.num_first_layers + arch.period + (arch.num_layers - arch.num_first_layers) % arch.period
 
 
-def compute_logits(params: Params, arch: ArchConfig, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+def compute_logits(
+    params: Params, arch: ArchConfig, hidden: Float[Array, "R D"], num_live: Int[Array, ""] | None = None
+) -> Float[Array, "R V"]:
     """Return float32 next-token logits, for the device's shard if the vocabulary is split."""
     with jax.named_scope("logits"):
         head = params["lm_head"] if "lm_head" in params else params["embed"]
-        logits = linear(hidden, head, bias=params.get("lm_head_bias"), dtype=jnp.float32)
+        logits = linear(hidden, head, bias=params.get("lm_head_bias"), dtype=jnp.float32, num_live=num_live)
         if arch.logit_scale != 1.0:
             logits *= arch.logit_scale
         return logits if (cap := arch.logit_soft_cap) is None else cap * jnp.tanh(logits / cap)

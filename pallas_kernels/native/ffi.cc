@@ -173,10 +173,12 @@ ffi::Error read_product(const ffi::Buffer<ffi::F32>& x, const ffi::AnyBuffer& we
   return ffi::Error::Success();
 }
 
-// `scales`, `zeros`, `norm`, `bias` and `residual` are empty if left out.
+// `scales`, `zeros`, `norm`, `bias`, `residual` and `num_live` are empty if left out. Only the first `num_live` tokens
+// are computed; results of the others are zero.
 ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                       ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> zeros, ffi::Buffer<ffi::F32> norm,
-                      ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::F32> residual, ffi::ResultBuffer<ffi::F32> y) {
+                      ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::F32> residual, ffi::Buffer<ffi::S32> num_live,
+                      ffi::ResultBuffer<ffi::F32> y) {
   native::LinearProblem p{};
   if (ffi::Error error = read_product(x, weight, scales, zeros, 1, y, p); error.failure()) return error;
   if (misfits(norm, p.num_inputs) || misfits(bias, (p.gated ? 2 : 1) * p.num_outputs) ||
@@ -187,6 +189,12 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, 
   p.eps = eps;
   p.bias = data_or_null(bias);
   p.residual = data_or_null(residual);
+  if (num_live.element_count() > 0) {
+    const int64_t live = std::clamp<int64_t>(*num_live.typed_data(), 0, p.num_tokens);
+    std::fill(p.y + live * p.num_outputs, p.y + p.num_tokens * p.num_outputs, 0.0f);
+    p.num_tokens = live;
+  }
+  if (p.num_tokens == 0) return ffi::Error::Success();
   XlaThreads threads(pool);
   kernels().linear(threads, p);
   return ffi::Error::Success();
@@ -324,7 +332,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Version of the calls' signatures and of packed weights; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 12; }
+extern "C" int jaxserve_native_abi() { return 13; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -370,6 +378,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, run_linear,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_grouped_linear, run_grouped_linear,

@@ -244,6 +244,7 @@ def multiply(
     rms_norm: tuple[Float[Array, " K"], float] | None = None,
     bias: Float[Array, " N"] | None = None,
     residual: Float[Array, "T out"] | None = None,
+    num_live: Int[Array, ""] | None = None,
 ) -> Float[Array, "T out"]:
     """Return `x @ matrix.T + bias`, then SwiGLU if it is gated, then `+ residual`, in one native call and float32.
 
@@ -253,6 +254,7 @@ def multiply(
       rms_norm: weight and epsilon: x is replaced by x / sqrt(mean(x^2) + epsilon) * weight.
       bias: bias before SwiGLU; none by default.
       residual: residual that is added last; none by default.
+      num_live: number of tokens to compute, at the beginning; results of the others are zero. By default all.
 
     Raises:
       ValueError: shapes do not fit.
@@ -275,6 +277,7 @@ def multiply(
         _operand("norm", norm, (K,)),
         _operand("bias", bias, (N,)),
         _operand("residual", residual, out),
+        jnp.zeros(0, jnp.int32) if num_live is None else num_live[None],
         eps=np.float32(eps),
     )
     return y

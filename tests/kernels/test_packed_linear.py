@@ -54,6 +54,23 @@ def matrix(shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+def test_only_live_tokens_are_computed():
+    """Live tokens have the same bits as without padding; results of padding, even of NaN, are zero."""
+    calls, expected = [], []
+    for num_live in (0, 1, 13, 40):
+        weight, x, residual = matrix((40, 33)), matrix((40, 33), 1), matrix((40, 40), 2)
+        operands = {"norm": matrix((33,), 3), "bias": matrix((40,), 4)}
+        x[num_live:] = np.nan
+        packed = packed_linear.pack(weight)
+        calls.append(call(packed, x, **operands, residual=residual, num_live=np.int32(num_live)))
+        expected.append(call(packed, x[:num_live], **operands, residual=residual[:num_live]))
+    found = multiply(*calls)
+    np.testing.assert_array_equal(found[0], 0)
+    for y, live in zip(found[1:], multiply(*expected[1:]), strict=True):
+        np.testing.assert_array_equal(y[: len(live)], live)
+        np.testing.assert_array_equal(y[len(live) :], 0)
+
+
 @pytest.mark.parametrize("token_counts", mainly([(1, 5, 12, 13, 130)], (2, 37)))
 def test_products_match_numpy(token_counts):
     cases = [(matrix(shape), matrix((num_tokens, shape[1]), 1)) for shape in SHAPES for num_tokens in token_counts]

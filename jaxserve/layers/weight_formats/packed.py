@@ -35,7 +35,9 @@ class NativeMatrix(Matrix):
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
         """Return `x @ W.T`; the kernel for gated matrices would also apply SwiGLU, so they are passed as plain ones."""
-        return _plain_rows(self.packed, packed_linear.multiply(_plain_panels(self.packed), x))
+        return _plain_rows(
+            self.packed, packed_linear.multiply(_plain_panels(self.packed), x, num_live=context.num_live)
+        )
 
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
@@ -54,7 +56,8 @@ class NativeMatrix(Matrix):
         elif norm is not None:
             x = norm(x)
         residual = context.residual if is_whole else None
-        y = packed_linear.multiply(self.packed, x, rms_norm=fused, bias=context.bias, residual=residual)
+        operands = {"bias": context.bias, "residual": residual, "num_live": context.num_live}
+        y = packed_linear.multiply(self.packed, x, rms_norm=fused, **operands)
         y = y.astype(context.dtype)
         return y if is_whole else context._replace(bias=None).finish(y)
 
