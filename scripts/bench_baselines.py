@@ -12,8 +12,9 @@ in DIR/tiny.baselines.
 Workloads with several requests are measured in output tokens per second; those with a single request in tokens per
 second after the first, (n - 1) / (T(n tokens) - T(1 token, another prompt)). `cores` is the engine's processor use;
 `others` the fraction of all processor time that other processes took meanwhile: above a few percent, the figures are
-unreliable. `equal ids` is the fraction of requests with exactly the ids of transformers, or of the first engine:
-float32 sums in another order diverge at nearly tied tokens.
+unreliable. `of limit` is the arithmetic limit (`baselines/limit.py`: FLOPs and bytes that no engine can avoid, at this
+machine's measured peak rates) over the measured time. `equal ids` is the fraction of requests with exactly the ids of
+transformers, or of the first engine: float32 sums in another order diverge at nearly tied tokens.
 """
 
 import argparse
@@ -28,16 +29,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from baselines.checkpoint import SHAPES, make_checkpoint
+from baselines.limit import least_work
 from baselines.process import Worker
 from baselines.registry import ENGINES, find_python, worker_command, worker_environment
 from baselines.rounds import Contest, Record, summarise
 from jaxserve.errors import ConfigError
-from jaxserve.tools.bench.workloads import load_workload
+from jaxserve.execution.roofline import device_peak_rates
+from jaxserve.models import registry
+from jaxserve.tools.bench.workloads import Workload, load_workload
 
 _COLUMNS = (
     *("workload", "engine", "unit", "min", "median", "max"),
-    *("jaxserve / it", "first token, ms", "equal ids", "cores", "others", "runs"),
+    *("jaxserve / it", "of limit", "first token, ms", "equal ids", "cores", "others", "runs"),
 )
 _WORKLOADS = ("mixed-64", "single", "shared-prefix-64", "long-tail-128")
 
@@ -61,11 +67,16 @@ def main() -> None:
         engines = contest.load()
         for workload in workloads:
             contest.run(workload, args.rounds)
+    summary = summarise(contest.runs)
+    limits = _limits(args.checkpoint, workloads)
+    for row in summary:
+        row["limit_share"] = limits[row["workload"]] / row["wall_s"]
     report = {
         "machine": {**_machine(), "load_before": load_before, "load_after": os.getloadavg()},
         "checkpoint": args.checkpoint.name,
         "engines": engines,
-        "summary": summarise(contest.runs),
+        "limits_s": limits,
+        "summary": summary,
         "runs": contest.runs,
         "failures": contest.failures,
     }
@@ -86,6 +97,13 @@ def _vocab_size(checkpoint: Path) -> int:
         return int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} must be a JSON object with a vocab_size, but: {error!r}") from error
+
+
+def _limits(checkpoint: Path, workloads: Sequence[Workload]) -> dict[str, float]:
+    """Return each workload's arithmetic limit in seconds, in float32 on this machine."""
+    arch = registry.from_hf_config(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
+    rates = device_peak_rates(jnp.dtype("float32"))
+    return {workload.name: least_work(workload, arch).seconds(rates) for workload in workloads}
 
 
 def _parse() -> argparse.Namespace:
@@ -182,6 +200,7 @@ def _table(summary: Sequence[Record]) -> str:
             *(row[name] for name in ("workload", "engine", "unit")),
             *(f"{row[name]:.0f}" for name in ("min", "median", "max")),
             _cell(row["ratio"], "{:.2f}"),
+            _cell(row["limit_share"], "{:.0%}"),
             _cell(row["ttft_s"] and row["ttft_s"] * 1000, "{:.0f}"),
             _cell(row["equal_requests_share"], "{:.0%}"),
             _cell(row["cores_used"], "{:.2f}"),

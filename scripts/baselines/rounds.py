@@ -144,6 +144,7 @@ def _row(group: list[Record], middle: float, ratio: float | None) -> Record:
         "median": middle,
         "max": max(values),
         "ratio": ratio,
+        "wall_s": _median(group, "wall_s"),
         "ttft_s": _median(group, "ttft_s"),
         "equal_requests_share": _median(group, "equal_requests_share"),
         "equal_tokens_share": _median(group, "equal_tokens_share"),

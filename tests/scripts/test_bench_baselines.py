@@ -15,9 +15,13 @@ import bench_baselines
 from baselines import rounds
 from baselines.cpu_times import CpuTimes
 from baselines.fixed_batches import generate_in_batches
+from baselines.limit import least_work
 from baselines.process import RunFailedError, Worker, WorkerDiedError
 from baselines.registry import ENGINES, worker_environment
+from jaxserve.api.metrics import PeakRates
+from jaxserve.models import registry
 from jaxserve.tools.bench.workloads import Workload, WorkloadRequest, load_workload
+from tests.checkpoints import hf_dict
 
 ROOT = Path(__file__).parents[2]
 FOUR = Workload("four", 0, tuple(WorkloadRequest(5, n) for n in (3, 4, 5, 6)))
@@ -120,6 +124,23 @@ def test_medians_and_ratios() -> None:
     assert (ours["ratio"], baseline["ratio"]) == (1.0, 3.0)
     assert baseline["unit"] == "output tok/s"
     assert baseline["num_runs"] == 3
+
+
+def test_the_limit_counts_shared_prefixes_once_and_weights_once_per_step() -> None:
+    arch = registry.from_hf_config(hf_dict("llama"))
+    flops, requests = registry.flop_counts(arch), (WorkloadRequest(7, 3), WorkloadRequest(5, 2))
+    alone = [least_work(Workload("one", 0, (each,)), arch) for each in requests]
+    both = least_work(Workload("both", 0, requests), arch)
+    assert both.flops == sum(work.flops for work in alone)
+    scores = arch.num_layers * sum(range(1, 10))  # positions 0 to 8
+    assert alone[0].flops == flops.step(9, 3, scores)
+    sharing = [WorkloadRequest(7, 3, prefix_id=0, prefix_len=4), WorkloadRequest(5, 2, prefix_id=0, prefix_len=4)]
+    shared = least_work(Workload("shared", 0, tuple(sharing)), arch)
+    assert both.flops - shared.flops == flops.step(4, 0, arch.num_layers * sum(range(1, 5)))
+    assert shared.num_bytes == both.num_bytes
+    kv = 4 * arch.num_layers * arch.attention.kv.token_size
+    assert both.num_bytes - alone[0].num_bytes == kv * 6, "the second request decodes one token, in a step of the first"
+    assert both.seconds(PeakRates(float(both.flops), both.num_bytes / 2)) == 3
 
 
 def test_ids_are_compared_with_transformers_wherever_its_turn_is() -> None:

@@ -1,0 +1,62 @@
+"""Arithmetic limit of a workload: the minimum time for its floating-point operations and memory reads."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from jaxserve.api.metrics import PeakRates
+from jaxserve.models import registry
+from jaxserve.models.arch import ArchConfig
+from jaxserve.tools.bench.workloads import Workload
+
+_FLOAT_BYTES = 4  # the engines compute and store keys and values in float32
+
+
+@dataclass(frozen=True)
+class Work:
+    """Work that no engine can avoid without approximations.
+
+    Attributes:
+        flops: FLOPs for all distinct tokens in all layers; shared prefixes are computed once.
+        num_bytes: bytes read: the weights once per output token in the longest request, as all requests may be batched,
+            and keys and values by decoding rows.
+    """
+
+    flops: int
+    num_bytes: int
+
+    def seconds(self, rates: PeakRates) -> float:
+        """Return the time at peak rates, with computation and memory reads one after the other."""
+        return self.flops / rates.flops_per_s + self.num_bytes / rates.bytes_per_s
+
+
+def least_work(workload: Workload, arch: ArchConfig) -> Work:
+    """Return a workload's work if all requests are queued immediately."""
+    prefixes: dict[int, int] = {}
+    computed: list[range] = []  # token positions that each sequence computes
+    decoded: list[range] = []
+    for request in workload.requests:
+        end = request.prompt_len + request.output_len - 1  # the last token is not computed
+        computed.append(range(request.prefix_len, end))
+        decoded.append(range(request.prompt_len, end))
+        if request.prefix_id is not None:
+            prefixes[request.prefix_id] = max(request.prefix_len, prefixes.get(request.prefix_id, 0))
+    computed += map(range, prefixes.values())
+    num_outputs = sum(request.output_len for request in workload.requests)
+    flops = registry.flop_counts(arch).step(sum(map(len, computed)), num_outputs, _num_scores(arch, computed))
+    num_steps = max(request.output_len for request in workload.requests)
+    kv_bytes = _num_scores(arch, decoded) * _FLOAT_BYTES * arch.attention.kv.token_size
+    return Work(flops, num_steps * _weight_bytes(arch) + kv_bytes)
+
+
+def _num_scores(arch: ArchConfig, sequences: Iterable[range]) -> int:
+    """Count query-key pairs in one head for tokens at these positions, summed over layers."""
+    windows = [layer.attention.window for layer in arch.layers if layer.state is None]
+    ranges = list(sequences)
+    return sum(min(position + 1, window or position + 1) for window in windows for each in ranges for position in each)
+
+
+def _weight_bytes(arch: ArchConfig) -> int:
+    """Return the bytes in all matrices that a step multiplies, with all experts."""
+    specs = [spec for spec in registry.param_specs(arch) if spec.is_matrix]
+    return _FLOAT_BYTES * sum(prod(spec.shape) for spec in specs if arch.tied_embeddings or spec.path != ("embed",))
