@@ -1,5 +1,6 @@
 """Mixtures of experts: routing and sorting against numpy, and the sizes of what is computed."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -60,7 +61,7 @@ def test_padding_has_no_experts_and_is_not_counted():
     @jax.jit
     def computed(x, arrays, live, counts):
         matrices = ExpertWeights(*arrays)
-        tokens = whole_sequence(live).replace(live=live, expert_tokens=counts)
+        tokens = dataclasses.replace(whole_sequence(live), live=live, expert_tokens=counts)
         y, after = apply_experts(x, tokens, matrices, experts)
         return (
             y,

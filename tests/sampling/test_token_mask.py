@@ -1,5 +1,6 @@
 """Allowed tokens and bad words on the device, against the semantics of vLLM written out in numpy."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -76,7 +77,8 @@ def test_rows_forbid_the_same_tokens_as_vllm() -> None:
         known = prompts[row] + outputs[row]
         history[row, : len(known)] = known
         history[row, len(known) :] = rng.integers(0, small)  # stale
-    table = table.replace(
+    table = dataclasses.replace(
+        table,
         token_history=history,
         prompt_len=np.array([len(p) for p in prompts], np.int32),
         allowed=np.stack([pack_mask(a, VOCAB) for a in allowed]),
@@ -99,7 +101,7 @@ def test_rows_forbid_the_same_tokens_as_vllm() -> None:
 
 def test_an_id_forbidden_twice_and_biased_is_forbidden() -> None:
     table = make_table(1, VOCAB, bias={5: 100.0}, stop_ids=[5])
-    table = table.replace(bad_words=padded([[5]] * 5, 5, 3)[None])
+    table = dataclasses.replace(table, bad_words=padded([[5]] * 5, 5, 3)[None])
     rows = make_rows(1, use_bias=1, min_history_len=10)
     out = np.asarray(adjust(np.full((1, VOCAB), 1e9, np.float32), rows, table))
     assert np.isneginf(out[0, 5])

@@ -1,5 +1,6 @@
 """Sampling from logits split by vocabulary over devices, against the same on one device."""
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -66,7 +67,9 @@ class OnDevices:
         size = counts.shape[1] // tensor_size(self.mesh)
         parts = [mask_parts(table.allowed, jnp.int32(first), size) for first in range(0, counts.shape[1], size)]
         split = partial(jax.device_put, device=NamedSharding(self.mesh, PartitionSpec(None, TENSOR)))
-        return rows, table.replace(token_counts=split(counts), allowed=split(np.concatenate(parts, axis=1)))
+        return rows, dataclasses.replace(
+            table, token_counts=split(counts), allowed=split(np.concatenate(parts, axis=1))
+        )
 
     def __call__(self, logits: np.ndarray, rows: SamplingRows, table: SlotTable) -> Any:
         return self.run(self._place(logits), *self._operands(rows, table))
