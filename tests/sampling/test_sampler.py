@@ -1,5 +1,6 @@
 """Drawn tokens: their distribution, what they may depend on, and what forces or forbids them."""
 
+import dataclasses
 import itertools
 from functools import partial
 
@@ -99,7 +100,9 @@ def test_garbage_in_padding_rows_changes_nothing():
         return np.where(dead.reshape(-1, *[1] * (x.ndim - 1)), np.asarray(value).astype(x.dtype), x)
 
     for number, word in [(np.nan, 0x7FC00000), (np.inf, 0x7F800000), (-1e30, -1), (0, 2**31 - 1), (0, -(2**31))]:
-        garbage = rows.replace(records=spoil(rows.records, word), history_len=spoil(rows.history_len, word))
+        garbage = dataclasses.replace(
+            rows, records=spoil(rows.records, word), history_len=spoil(rows.history_len, word)
+        )
         token_ids = np.asarray(draw(spoil(logits, number), garbage, table, BASE_SEED))
         assert np.array_equal(token_ids[~dead], np.asarray(expected)[~dead])
         assert (token_ids >= 0).all()
