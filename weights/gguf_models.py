@@ -1,4 +1,4 @@
-"""Models in GGUF files: the Hugging Face names of their tensors, and how the converter changes the values."""
+"""Models in GGUF files: Hugging Face names of their tensors, and how llama.cpp's converter changes the weights."""
 
 import re
 from collections.abc import Mapping
@@ -55,12 +55,12 @@ _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+?)(?:\.(\d+))?\.(weight|bias)")
 
 
 class GgufModel(NamedTuple):
-    """A model.
+    """How a model type's GGUF files differ from its Hugging Face checkpoints: names, config.json fields and weights.
 
     Attributes:
         architecture: architecture name in config.json.
         model_type: family name in config.json.
-        names: tensor names that differ from Llama's, file name -> Hugging Face name.
+        names: tensor names that differ from Llama's, name in the file -> Hugging Face name.
         constants: further config.json fields, which llama.cpp hard-codes and files lack.
         is_interleaved: True if the converter interleaves the rows of query and key heads for RoPE.
         norm_offset: amount that the converter adds to norm weights.
@@ -80,7 +80,7 @@ class GgufModel(NamedTuple):
     def hf_name(self, name: str) -> str:
         """Return a tensor's Hugging Face name, with * for the expert index; unknown names stay the same.
 
-        Early files have a tensor for each expert, whose index follows the name.
+        Early files have one tensor per expert, with the expert index after the name: it replaces the *.
         """
         names = {**_NAMES, **self.names}
         match = _NAME.fullmatch(name)
@@ -110,7 +110,7 @@ _LLAMA_MOE = GgufModel("MixtralForCausalLM", "mixtral", _MIXTRAL, is_interleaved
 
 
 def find_model(file: GgufFile) -> GgufModel:
-    """Return the model in a file; CheckpointError if it is not supported."""
+    """Return the description of a file's model type; CheckpointError if it is not supported."""
     if file.architecture not in _MODELS:
         raise file.fault(f"be of an architecture in {sorted(_MODELS)}", file.architecture)
     if not (num_experts := file.get("expert_count")):

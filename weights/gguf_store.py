@@ -47,12 +47,12 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def has_weights(path: FilePath) -> bool:
-    """Return whether there is one model that `open_tensors` reads."""
+    """Return whether the path is a GGUF file, or a directory with the files of one model."""
     return find_file(path) is not None
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the equivalent config.json, from metadata and tensor names.
+    """Return the equivalent of config.json for a GGUF file, from its metadata and tensor names.
 
     Raises:
         CheckpointError: the file is damaged, or the model is not supported.
@@ -94,7 +94,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def open_tensors(path: FilePath) -> Tensors:
-    """Return every tensor by name, still unread; a quantised matrix by its scheme's suffixes."""
+    """Return the tensors by Hugging Face name, still unread; a quantised matrix has one per suffix of its scheme."""
     file = open_file(path)
     model = find_model(file)
     head_size = _head_size(file) if model.is_interleaved else None
@@ -133,7 +133,7 @@ def _each_matrix(file: GgufFile, model: GgufModel, name: str) -> Iterator[tuple[
 
 
 def _parts(name: str, tensor: GgufTensor, head_size: int | None) -> dict[str, Part]:
-    """Return a tensor by its Hugging Face name, or the elements and scales in its blocks by theirs.
+    """Return a float tensor by its Hugging Face name, or a quantised one as several tensors: elements, scales, ...
 
     Args:
         name: Hugging Face name.
@@ -174,7 +174,13 @@ def _quantised(file: GgufFile, model: GgufModel) -> dict[str, list[str]]:
 
 
 def _number(file: GgufFile, key: str, convert: Callable[[Any], Any], default: Any = None) -> Any:
-    """Return an architecture key's positive number, by `convert`; CheckpointError if absent without a default."""
+    """Return the positive number under the architecture's metadata key, converted by `convert`.
+
+    If the key is absent, return `default`.
+
+    Raises:
+        CheckpointError: the value is not a positive number, or the key is absent and there is no default.
+    """
     value = file.get(key)
     if value is None and default is not None:
         return default
@@ -184,7 +190,7 @@ def _number(file: GgufFile, key: str, convert: Callable[[Any], Any], default: An
 
 
 def _head_size(file: GgufFile) -> int:
-    """Return the elements per attention head; CheckpointError if keys and values differ, or it is odd."""
+    """Return the head size; CheckpointError if it is odd, or keys and values have heads of different sizes."""
     sizes = _number(file, "embedding_length", int), _number(file, "attention.head_count", int)
     size = int(_number(file, "attention.key_length", int, sizes[0] // sizes[1]))
     if (other := file.get("attention.value_length")) not in (None, size):

@@ -1,4 +1,4 @@
-"""How callers describe tensors, and the parameter tree built from these rows."""
+"""How callers describe tensors, as `TensorRow`, and the parameter tree built from such rows."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Shardings = Callable[[Path], Sharding] | Params
 
 @runtime_checkable
 class TensorRow(Protocol):
-    """One tensor in a model."""
+    """Description of one model tensor, assembled from one or several Hugging Face checkpoint tensors."""
 
     @property
     def path(self) -> Path:
@@ -32,12 +32,12 @@ class TensorRow(Protocol):
     def hf_names(self) -> tuple[str, ...]:
         """Names of the Hugging Face tensors that are concatenated along axis 0.
 
-        A repeated name stands for consecutive rows in that tensor.
+        If a name is repeated, each occurrence takes the tensor's next rows, as many as `hf_rows` specifies.
         """
 
     @property
     def hf_rows(self) -> tuple[int, ...]:
-        """Number of rows from each of these tensors."""
+        """Number of rows for each name in `hf_names`."""
 
     @property
     def transposed(self) -> bool:
@@ -45,18 +45,18 @@ class TensorRow(Protocol):
 
     @property
     def stacked(self) -> bool:
-        """True if tensors are [matrices, ...]; each occurrence of a name then stands for one matrix.
+        """True if the Hugging Face tensors are [matrices, ...]; each occurrence of a name then takes the next matrix.
 
-        If a name is repeated more often, each occurrence stands for the same fraction of a matrix's rows.
+        If a name occurs k times per matrix, each occurrence takes the next k-th of that matrix's rows.
         """
 
     @property
     def num_matrices(self) -> int:
-        """Number of equally large matrices along axis 0."""
+        """Number of matrices of equal shape that are concatenated along axis 0."""
 
     @property
     def is_matrix(self) -> bool:
-        """True for matrices, which alone are quantised."""
+        """True if the tensor is a matrix; only matrices are quantised."""
 
     @property
     def init(self) -> str:
@@ -105,7 +105,7 @@ def sharding_at(shardings: Shardings | None, path: Path) -> Sharding | None:
 
 
 def hf_shapes(row: TensorRow) -> dict[str, tuple[int, ...]]:
-    """Return a row's checkpoint tensors: their names and shapes."""
+    """Return the shapes of the checkpoint tensors that make one model tensor, by name."""
     shapes = {name: (num_rows, *row.shape[1:]) for name, num_rows in hf_row_counts(row).items()}
     if row.transposed:
         shapes = {name: shape[::-1] for name, shape in shapes.items()}
@@ -119,7 +119,7 @@ def hf_shapes(row: TensorRow) -> dict[str, tuple[int, ...]]:
 
 
 def hf_row_counts(row: TensorRow) -> Counter[str]:
-    """Return the number of parameter rows in each checkpoint tensor, in order."""
+    """Return the number of a model tensor's rows that each checkpoint tensor holds, by name."""
     counts: Counter[str] = Counter()
     for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):
         counts[name] += num_rows

@@ -42,8 +42,9 @@ class SpeculationConfig:
         method: "draft_model" uses a smaller model, which may have another tokenizer; "ngram" looks up earlier
             occurrences of the last tokens; "medusa" uses heads on the model's hidden states; "eagle3" and "mtp" use a
             layer over them. None is "draft_model" if a model is given.
-        model: directory with the draft model, heads or layer; None is the default model's embedded draft, Medusa heads
-            or EAGLE-3 layer, and for "mtp" the layer in a MLA model's checkpoint.
+        model: directory with the draft model, heads or layer. It may be None in two cases: the engine serves the
+            embedded default model, which has a draft model, Medusa heads and an EAGLE-3 layer; or the method is "mtp"
+            and the checkpoint of an MLA model has the layer.
         num_speculative_tokens: maximum drafted tokens per request and round; None is 4, or the depth of a tree.
         prompt_lookup_max: maximum tokens that "ngram" matches; None is `prompt_lookup_min`, or 5.
         prompt_lookup_min: minimum tokens that "ngram" matches; None is `prompt_lookup_max`.

@@ -32,7 +32,7 @@ Listener = Callable[[RequestGroup], None]
 
 
 class Frontend:
-    """Unfinished requests of users.
+    """Users' unfinished requests: sends them to the core, and updates their outputs.
 
     Args:
         send: sends an event to the core.
@@ -85,7 +85,7 @@ class Frontend:
             raise
 
     def cancel(self, request_id: str) -> RequestGroup | None:
-        """Make the core end a request if it is unfinished; return it, or None if it is not.
+        """Make the core end a request, and return it; None if no unfinished request has the id.
 
         Callable from anywhere (even the garbage collector) and repeatedly.
         """
@@ -117,16 +117,16 @@ class Frontend:
         self._send(Cancelled(keys, FinishReason.ABORT))
 
     def has_unfinished(self) -> bool:
-        """Return whether any request is unfinished, or its end has not reached its listener."""
+        """Return whether a request is unfinished, or has ended but its listener has not been called yet."""
         return bool(self._groups or self._changed)
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests whose end has not been taken."""
+        """Number of requests whose end `deliver` has not applied yet."""
         return len(self._groups)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each unfinished sample belongs to an unfinished request."""
+        """Raise AssertionError unless the unfinished requests are exactly the requests of the unfinished samples."""
         assert {id(group) for group, _ in self._samples.values()} == {id(group) for group in self._groups.values()}
 
     # From the core to users

@@ -40,11 +40,13 @@ _SETTINGS = (  # jax settings that affect tracing
 compile_counter = EventCounter("/jax/core/compile/backend_compile_duration")  # programs that XLA was asked for
 _cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # programs from XLA's own cache
 _FUNCTION = re.compile(r"<function [\w.]+ at 0x([0-9a-f]+)>")  # excludes names with <locals>, which may be ambiguous
-MAX_BYTES = 1 << 30  # maximum on disk; the longest unused programs go first
+MAX_BYTES = 1 << 30  # maximum on disk: the least recently used programs beyond it are removed
 
 
 class ProgramStore:
-    """An engine's programs. Safe for several processes: a file appears complete, and may vanish at any time.
+    """An engine's compiled programs on disk.
+
+    Several processes may use the directory: a file appears complete, and may vanish at any time.
 
     Args:
         directory: directory of the files; None stores nothing.
@@ -89,7 +91,7 @@ class ProgramStore:
 
 
 def described(part: object) -> str:
-    """Return the `repr` of `part` with functions named by module instead of address: equal in every process."""
+    """Return the `repr` of `part` with module names in place of function addresses, so that all processes agree."""
     names = {id(each): f"<function {each.__module__}.{each.__qualname__}>" for each in _functions(part)}
     return _FUNCTION.sub(lambda found: names.get(int(found[1], 16), found[0]), repr(part))
 
@@ -109,7 +111,7 @@ def _functions(part: object) -> Iterator[FunctionType]:
 
 
 def _read(path: Path, devices: Sequence[jax.Device]) -> Compiled | None:
-    """Load a program for `devices`; None if there is no file, or none that is safe and usable."""
+    """Load a program for `devices`; None if its file is missing, unsafe or unusable."""
     try:
         check_owner(path.parent)
         check_owner(path)
@@ -138,7 +140,10 @@ def check_owner(path: Path) -> None:
 
 
 def _write(path: Path, program: Compiled) -> None:
-    """Store a program and remove the longest unused ones; warn if that is impossible."""
+    """Store a program, then remove the least recently used programs beyond MAX_BYTES.
+
+    If that fails, log a warning.
+    """
     try:
         content = pickle.dumps(serialize_executable.serialize(program))
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -160,7 +165,7 @@ def _warn_once(directory: Path, message: str) -> None:
 
 
 def prune(directory: Path, pattern: str, max_bytes: int = MAX_BYTES) -> None:
-    """Remove files matching `pattern` from a directory, the longest unused first, until the rest has `max_bytes`."""
+    """Remove the least recently used files that match `pattern` in a directory, so that at most `max_bytes` remain."""
     ages = []
     for path in directory.glob(pattern):
         with contextlib.suppress(FileNotFoundError):  # another process may prune as well
@@ -185,7 +190,7 @@ def _environment() -> tuple[object, ...]:
 
 
 def _cpu_flags() -> str:
-    """Return the processor's features: machine code for one may not run on another."""
+    """Return the processor's features: machine code for one processor may not run on another."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("flags", "Features")):
@@ -195,7 +200,7 @@ def _cpu_flags() -> str:
 
 @cache
 def source_digest(*suffixes: str) -> str:
-    """Return a digest of our files with some suffixes: "py", "so" (native kernels), "json" (tuned block sizes)."""
+    """Return a digest of our files with these suffixes: "py", "so" (native kernels), "json" (tuned block sizes)."""
     files = {}  # an installed `jaxserve` contains the other two packages, a checkout has them alongside
     for package in ("jaxserve", "jaxserve.pallas_kernels", "jaxserve.weights"):
         (root,) = import_module(package).__path__

@@ -102,11 +102,11 @@ class Matrix(ABC):
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
-        """Compute a grouped matmul: this matrix consists of G equal matrices, and each row of x is multiplied by one.
+        """Compute a grouped matmul: multiply each row of x by the matrix of its group.
 
-        The result is in float32, or rounded to `context.dtype`. Rows are sorted by group, as `grouped_matmul` takes
-        them. By default one matrix after the other is dequantised, once per row tile; empty groups' matrices are not
-        read.
+        This matrix consists of G matrices of equal shape, one after another along axis 0. The result is in float32, or
+        rounded to `context.dtype`. Rows are sorted by group, as `grouped_matmul` takes them. By default one matrix
+        after the other is dequantised, once per row tile; empty groups' matrices are not read.
         """
         (num_rows, _), num_groups = x.shape, group_sizes.size
         size, tile_rows = self.shape[0] // num_groups, _group_tile_rows(num_rows, num_groups * context.num_shards)
@@ -241,7 +241,7 @@ class StackedMatrix(Matrix):
 
 @dataclass(frozen=True)
 class WrappedMatrix(Matrix):
-    """A matrix that computes by another one; subclasses add to its matmuls.
+    """A matrix whose methods call another matrix's; subclasses add to its matmuls.
 
     Attributes:
         matrix: the other matrix, or its float array.

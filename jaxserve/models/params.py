@@ -48,7 +48,7 @@ class ParamSpec:
         shape: shape in the engine; matrices are [out, in].
         axes: each dimension's logical axis, which determines its sharding.
         hf_names: Hugging Face checkpoint tensors, concatenated along axis 0; a fused tensor is named once per part.
-        hf_rows: rows from each tensor in `hf_names`.
+        hf_rows: number of rows for each entry of `hf_names`.
         init: "normal", "ones" or "zeros", for random weights.
         gated: True if SwiGLU follows the matmul: the first half of the rows is the gate, the second the up projection.
         heads: number of heads in each tensor in `hf_names`; heads are never split. Empty if rows have no heads.
@@ -90,16 +90,16 @@ class ParamSpec:
 
     @property
     def token_rows(self) -> int:
-        """Maximum number of rows that a token's matmul reads."""
+        """Maximum number of matrix rows (outputs) that one token is multiplied by on a device.
+
+        With experts, these are the rows of all experts that the token chooses: one device may have all of them.
+        """
         num_chosen = 1 if self.experts is None else self.experts.per_token
         return self.shape[0] // self.num_matrices * num_chosen
 
     @property
     def mean_token_rows(self) -> int:
-        """Number of rows that a token's matmul reads, averaged over expert shards.
-
-        `token_rows` counts all experts that a token chooses, which may all be on one shard.
-        """
+        """Number of matrix rows that one token is multiplied by on one expert shard, averaged over the shards."""
         return self.token_rows if self.experts is None else self.token_rows // self.experts.num_shards
 
     def dtype(self, dtype: np.dtype, matrix_dtype: jax.typing.DTypeLike | None) -> np.dtype:
@@ -247,7 +247,7 @@ def _rows_held(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NDArray[np.int64]:
 
 
 def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:
-    """Yield a tensor's shard, unread, for each of this process's devices; the last are padded with zero rows."""
+    """Yield a tensor's shard, unread, for each of this process's devices; the last shards are padded with zero rows."""
     devices = list(sharding.mesh.devices.flat)
     all_slices = [_device_slices(spec, tensor.parts, index, sharding.mesh) for index in range(len(devices))]
     num_rows = sum(map(len, all_slices[0][0]))
@@ -333,7 +333,7 @@ def stack_layers(
     num_scanned = len(layers) // period * period
 
     def stack_alike(alike: list[Params]) -> Params:
-        """Return one layer's tree with arrays stacked over layers with equal specs, which lose their tensors."""
+        """Stack the arrays of layers with equal specs in one layer's tree, and remove them from these layers."""
         return {name: jax.tree.map(stack, *[layer.pop(name) for layer in alike]) for name in list(alike[0])}
 
     periodic = tuple(stack_alike(layers[index:num_scanned:period]) for index in range(period))
@@ -341,7 +341,7 @@ def stack_layers(
 
 
 def lookup_tables(params: Params, *, has_logits: bool = True) -> Params:
-    """Return the tables from which a step reads only one row per token, so not a tied embedding."""
+    """Return the tables from which a step reads only one row per token; no embedding that gives logits too."""
     names = [POSITION_EMBED, LAYER_EMBED]
     names += [] if has_logits and "lm_head" not in params else ["embed"]
     return {name: params[name] for name in names if name in params}

@@ -55,7 +55,7 @@ _DUPLICATE = "duplicate_custom_id"  # error code
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """Numbers of records and tokens of a batch's output file and last run.
+    """Numbers of records in a batch's output file, and of tokens in its last run.
 
     Attributes:
         num_records: records in the output file.
@@ -143,7 +143,7 @@ def run_batch(
     """
     engine = engine if isinstance(engine, BatchEngine) else engine.batch_engine()
     config: EngineConfig = engine.config
-    key = _key(config.seed if seed is None else seed)
+    key = _hash_key(config.seed if seed is None else seed)
     with _open_files(in_path, out_path, key) as (lines, out, done), contextlib.ExitStack() as stack:
         num_rows = engine.schedule.max_num_seqs * config.data_parallel_size
         run = _BatchRun(
@@ -175,7 +175,7 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
     check_output(Path(out_path), Path(in_path))
     if not Path(out_path).exists():  # not created here, since the engine may fail to start
         return None
-    with _open_files(in_path, out_path, _key(seed)) as (_, out, done):
+    with _open_files(in_path, out_path, _hash_key(seed)) as (_, out, done):
         if done.num_records < done.num_lines:
             return None
         return BatchSummary(out.num_records, out.num_errors, done.num_records, 0, 0, 0.0)
@@ -203,15 +203,15 @@ def _context(engine: BatchEngine, model_names: Sequence[str]) -> BodyContext:
 def _open_files(
     in_path: str | Path, out_path: str | Path, key: bytes
 ) -> Iterator[tuple[IO[bytes], BatchOutput, DoneLines]]:
-    """Open and check a batch's files for a run seed `key`; yield input, output and the lines with a record."""
+    """Open and check a batch's files for the run seed in `key`; yield input, output and the lines with a record."""
     with open_input(Path(in_path)) as lines:
         check_output(Path(out_path), Path(in_path))
         with BatchOutput(Path(out_path)) as out:
             yield lines, out, out.resume(lines, key)
 
 
-def _key(seed: int) -> bytes:
-    """Return a run seed as the key of fingerprints and derived seeds."""
+def _hash_key(seed: int) -> bytes:
+    """Return a run's seed as the hash key for fingerprints and derived seeds."""
     return str(seed).encode()
 
 
@@ -223,7 +223,7 @@ class _BatchRun:
         engine: engine that serves the requests.
         out: output file.
         done: lines that had a record when the run began.
-        key: run seed.
+        key: hash key from the run seed.
         context, urls, on_record, adapt: arguments of `run_batch`.
         fingerprint: name of the engine's configuration.
         window: maximum number of sequences in flight.
@@ -402,7 +402,7 @@ class _BatchRun:
 
 
 def _parse_json(raw: bytes) -> Json:
-    """Return an input line's JSON object; BadRequestError unless it is one of at most MAX_LINE_BYTES."""
+    """Return an input line's JSON object; BadRequestError if it is not one, or the line exceeds MAX_LINE_BYTES."""
     if len(raw) > MAX_LINE_BYTES:
         message = f"a line must be at most {MAX_LINE_BYTES} bytes, got more; spread its prompts over several lines"
         raise BadRequestError(message, code="line_too_long")
@@ -429,7 +429,7 @@ def _line_error(number: int, error: Exception) -> RequestError:
 
 
 def _claim(custom_id: object, seen: set[int]) -> None:
-    """Add a custom_id's hash to `seen`; BadRequestError if it is no name, or if an earlier line has it."""
+    """Add a custom_id's hash to `seen`; BadRequestError if it is not a non-empty string, or an earlier line has it."""
     if not isinstance(custom_id, str) or not custom_id:
         raise BadRequestError(f"custom_id must be a non-empty string, got {brief(custom_id)}", "custom_id")
     if hash(custom_id) in seen:
@@ -443,6 +443,6 @@ def _claim(custom_id: object, seen: set[int]) -> None:
 
 
 def _derived_seed(key: bytes, number: int, index: int) -> int:
-    """Return the 63-bit sampling seed for a prompt of line `number`, derived from the run seed `key`."""
+    """Return the 63-bit sampling seed for a prompt of line `number`, derived from the run seed in `key`."""
     digest = hashlib.blake2b(f"{number}/{index}".encode(), digest_size=8, key=key, person=b"batch seed").digest()
     return int.from_bytes(digest, "little") >> 1

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*("?)|[\[\]{},:]', re.DOTALL)  # a string, perhaps cut off, or a sign
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*("?)|[\[\]{},:]', re.DOTALL)  # a string, perhaps cut off, or punctuation
 _CLOSING = {"{": "}", "[": "]"}
 
 
@@ -16,16 +16,19 @@ def read_partial_json(text: str) -> Any:
     Raises:
         ValueError: the text is not the beginning of a list or an object.
     """
-    for beginning in (text, *_beginnings(text)):
+    for prefix in (text, *_closed_prefixes(text)):
         try:
-            return json.loads(beginning)
+            return json.loads(prefix)
         except ValueError:
             continue
     raise ValueError(f"not the beginning of a list or an object in JSON: {text[:100]!r}")
 
 
-def _beginnings(text: str) -> tuple[str, str]:
-    """Return the whole text and its longest part that ends after a complete value, both with missing brackets added."""
+def _closed_prefixes(text: str) -> tuple[str, str]:
+    """Return the whole text, and its longest prefix that ends after a complete value or an opening bracket.
+
+    Both are returned with their missing closing brackets added.
+    """
     closing: list[str] = []  # brackets that are still missing, the last one first
     end, brackets = 0, ""
     is_key = False  # True if a string would be an object's key

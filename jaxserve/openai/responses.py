@@ -1,4 +1,4 @@
-"""Translation of requests to OpenAI's /v1/responses to chats."""
+"""Translation of requests to OpenAI's /v1/responses into chat requests."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ _PARTS: Mapping[str, ObjectFields] = {
 
 
 def response_to_chat(body: Json) -> Translation:
-    """Translate a request to /v1/responses to a chat.
+    """Translate a request to /v1/responses into a chat request.
 
     Raises:
-        BadRequestError: the request asks for an unsupported feature; it names the field.
+        BadRequestError: the request asks for an unsupported feature; the error names the field.
     """
     reader = BodyReader()
     given = reader.read(body, _FIELDS)
@@ -133,7 +133,7 @@ def response_to_chat(body: Json) -> Translation:
         chat["return_prompt_text"] = True
     chat["messages"] = _messages(reader, given.get("instructions"), given.get("input"))
     if tools := _called_tools(given.get("tools", []), reader, "tools"):
-        chat["tools"] = _functions(tools, _TOOL, reader, "tools")
+        chat["tools"] = _chat_tools(tools, _TOOL, reader, "tools")
     if "tool_choice" in given:
         chat["tool_choice"] = _tool_choice(given["tool_choice"], reader)
     text = reader.read(given.get("text", {}), _TEXT, "text", "text", "text.")
@@ -162,7 +162,7 @@ def _read_logprobs(chat: Json, include: Sequence[Any], num_top: int | None, igno
 
 
 def _called_tools(tools: Sequence[Any], reader: BodyReader, prefix: str) -> list[Any]:
-    """Return the tools that the model can call; add the others to `reader.ignored`, with a prefix before their type."""
+    """Return the tools that the model can call; add the types of the others to `reader.ignored`, as `prefix.type`."""
     called = []
     for tool in tools:
         name = tool.get("type") if isinstance(tool, dict) else None
@@ -173,10 +173,17 @@ def _called_tools(tools: Sequence[Any], reader: BodyReader, prefix: str) -> list
     return called
 
 
-def _functions(
+def _chat_tools(
     tools: Sequence[Any], variants: Mapping[str, ObjectFields], reader: BodyReader, param: str
 ) -> list[Json]:
-    """Return the tools in the field `param` in OpenAI's chat format; `variants` declares their fields."""
+    """Check a request's tools, and return them in OpenAI's chat format.
+
+    Args:
+        tools: tools that the model can call.
+        variants: declared fields by tool type.
+        reader: reader that checks the fields.
+        param: request field that holds the tools, for error messages.
+    """
     where = "a tool" if param == "tools" else f"a tool of {param}"
     read = (reader.read_variant(tool, variants, where, param)[1] for tool in tools)
     return [{"type": "function", "function": function} for function in read]
@@ -192,7 +199,7 @@ def _tool_choice(given: Any, reader: BodyReader) -> Any:
     allowed = _called_tools(choice["tools"], reader, "tool_choice")
     if choice["tools"] and not allowed and choice["mode"] == "auto":  # no tool is left
         return "none"
-    tools = _functions(allowed, _NAMED, reader, "tool_choice")
+    tools = _chat_tools(allowed, _NAMED, reader, "tool_choice")
     return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
 
 
@@ -228,7 +235,7 @@ class _Turns:
         self._reader = reader
 
     def add(self, role: str, content: str | list[Json]) -> None:
-        """Add a message; system messages at the beginning become one message, as templates want it."""
+        """Add a message; join system messages at the beginning, since chat templates accept only one."""
         if role == "system" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
             both = self.messages[0]["content"], content
             self.messages[0]["content"] = "\n\n".join(map(content_text, both))
@@ -236,7 +243,7 @@ class _Turns:
             self.messages.append({"role": role, "content": content})
 
     def add_item(self, name: str, item: Json) -> None:
-        """Add an input item of the type `name`, whose fields are checked except its content."""
+        """Add an input item of the type `name`; all its fields are checked except its content parts."""
         match name:
             case "message" if item["role"] == "assistant":
                 self._turn("content", "tool_calls")["content"] = self._content(item.get("content"))
@@ -256,14 +263,14 @@ class _Turns:
                 self.messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
 
     def _turn(self, *later: str) -> Json:
-        """Return the last message if it is the assistant's and has none of the fields `later`; else add a new one."""
+        """Return the last message if it is the assistant's and has none of the fields `later`, else a new one."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(last.get(part) for part in later):
             self.messages.append({"role": "assistant"})
         return self.messages[-1]
 
     def _content(self, content: Any) -> str | list[Json]:
-        """Return text, or a list of an item's content parts, as a chat message's content."""
+        """Return the content of an input item, text or a list of parts, as the content of a chat message."""
         if isinstance(content, str):
             return content
         if not isinstance(content, list):

@@ -12,9 +12,10 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 class DecodePlanner:
-    """Planner of decoding rows; some take turns to be held back, so that prompts progress.
+    """Planner for decoding rows. Beyond a limit they take turns at being held back, so that prompts progress.
 
     Args:
+        ledger: waiting and running requests, and their pages.
         policy: policy that reserves tokens for prompts and chooses victims.
         num_spare_tokens: number of tokens that a row with drafts may compute and discard, beyond the sampled ones.
     """
@@ -47,7 +48,7 @@ class DecodePlanner:
         return num_steps
 
     def steps_left(self, num_drafts: Sequence[int]) -> int:
-        """Return the number of steps, with drafts the minimum number, until the last row ends; 0 without rows.
+        """Return the number of steps until the last row ends, the minimum if rows draft; 0 without rows.
 
         Args:
             num_drafts: number of tokens to draft by slot; empty for steps without drafts.
@@ -59,7 +60,10 @@ class DecodePlanner:
         return [request.max_total_tokens - request.num_tokens for request in self._ledger.running.values()]
 
     def rows_to_hold_back(self) -> list[Request]:
-        """Return the decoding rows to hold back, in turn, in favour of prompts; empty without prompts."""
+        """Return the decoding rows to hold back in this plan, so that prompts get tokens; empty without prompts.
+
+        Rows take turns.
+        """
         ledger = self._ledger
         if len(ledger.running) <= self._decode_limit:
             return []
@@ -76,9 +80,10 @@ class DecodePlanner:
         return decoding[: max(len(decoding) - self._decode_limit, 0)]
 
     def schedule(self, plan: StepPlan, held_back: list[Request], num_drafts: Sequence[int]) -> list[Request]:
-        """Add the decoding rows to a plan; return the running rows in prefill, by class and admission.
+        """Add the decoding rows to a plan; return the rows still in prefill, ordered by class and admission.
 
-        Rows that lack pages preempt the last rows, perhaps returned ones.
+        If a row's pages do not fit, the request last admitted in the lowest class is preempted. It may be the row
+        itself, or a returned one.
 
         Args:
             plan: empty plan with its number of steps.
@@ -119,7 +124,7 @@ class DecodePlanner:
         return rows_in_prefill
 
     def _rows(self, held_back: list[Request]) -> list[Request]:
-        """Return the running rows except held-back ones, by class and admission; release unseen pages of the latter."""
+        """Return the rows that are not held back, by class and admission; release unseen pages of held-back rows."""
         rows = list(self._ledger.running.values())
         if len(self._ledger.num_running_of) > 1:  # the lowest class last: its rows may be preempted
             rows.sort(key=attrgetter("priority"))
@@ -188,5 +193,5 @@ class DecodePlanner:
 
 
 def may_sample_late(request: Request) -> bool:
-    """Return whether a blocked row can compute its last token before the host has read it."""
+    """Return whether a blocked row can compute its latest token before the host has read this token."""
     return request.status is RequestStatus.BLOCKED and not request.may_be_extended

@@ -73,8 +73,8 @@ class _Samples:
     Attributes:
         num: samples so far.
         max_rounds: maximum rounds per dispatch.
-        rounds: sum of their rounds, weighted by the machine's slowness.
-        seconds: sum of their times.
+        rounds: decayed sum of rounds, weighted by the machine's slowness.
+        seconds: decayed sum of times.
         measured_s: end time of the latest dispatch.
     """
 
@@ -147,35 +147,43 @@ class DispatchTimes:
         return True
 
     def round_s(self, kind: int) -> float:
-        """Return the seconds per round for a kind; infinite before it was measured."""
+        """Return the seconds per round of a dispatch kind; infinite before it was measured."""
         samples = self.kinds[kind]
         return samples.seconds / samples.rounds * self.slowness if samples.num else math.inf
 
     @property
     def step_s(self) -> float:
-        """Seconds per plain step of the faster plain kind."""
+        """Seconds per plain step, with the faster of the two plain kinds."""
         return min(self.round_s(SINGLE), self.round_s(SEVERAL))
 
     def guess_s(self, num_drafts: int) -> float:
-        """Return the seconds per round with `num_drafts`, or an estimate before any was measured."""
+        """Return the seconds per round that drafts `num_drafts` tokens.
+
+        Before that draft length was measured, this is the slowest measured round's time; before any was, a multiple
+        of a plain step's time.
+        """
         if self.kinds[num_drafts].num:
             return self.round_s(num_drafts)
         known = [self.round_s(k) for k, samples in self.kinds.items() if k > 0 and samples.num]
         return max(known) if known else _ROUND_PER_STEP * self.round_s(SINGLE)
 
     def is_tried(self, kind: int, num_rounds: int) -> bool:
-        """Return whether a kind was measured often enough to be judged, if it now had `num_rounds` rounds."""
+        """Return whether a dispatch kind has enough samples to be judged.
+
+        It needs more of them if its next dispatch, with `num_rounds` rounds, is over twice as long as any measured one.
+        """
         samples = self.kinds[kind]
         return samples.num >= (_TRIALS if 2 * samples.max_rounds >= num_rounds else _MAX_TRIALS)
 
     def rounds_s(self, max_drafts: int, plain_s: float) -> list[float]:
-        """Return the seconds per round for each draft length from 0 to `max_drafts`.
+        """Return the seconds per round for each draft length from 0 to `max_drafts`, if at least one was measured.
 
-        A least-squares line estimates rarely measured lengths.
+        Lengths with enough samples have their measured times. A least-squares line through all measured lengths
+        estimates the others.
 
         Args:
-            max_drafts: largest draft length.
-            plain_s: seconds per plain step, the result for length 0 and a lower bound for others.
+            max_drafts: maximum draft length.
+            plain_s: seconds per plain step: the result for length 0, and a lower bound for estimates.
         """
         k = np.array([k for k, samples in self.kinds.items() if k > 0 and samples.num], np.float64)
         seconds = np.array([self.round_s(int(each)) for each in k])
@@ -263,8 +271,10 @@ class StepTime:
             self._rates = Rates._make([*self._fit().tolist(), max(per_row, 1e-3), self._drafting_rows])
 
     def _fit(self) -> NDArray[np.float64]:
-        """Return the four rates in `Rates`' order: first two common ones are fitted, per step and per token, then all
-        four as far as the steps distinguish them.
+        """Return the four rates in `Rates`' order.
+
+        Two rates, per step and per token, are fitted first. The four rates are expected to follow from these, and
+        deviate as far as the measured steps show it.
         """
         common = np.array([[1, 0], [1, 0], [0, 1], [0, self._row_factor]], np.float64)
         products, times = self._products[:, :4], self._products[:, 4]

@@ -28,17 +28,17 @@ _KEY = "jaxserve.connection"
 
 
 class Connection(HttpToolsProtocol):
-    """HTTP connection that writes reply parts immediately, and that ends if it sends no request.
+    """HTTP connection that writes reply parts immediately, and that ends if the client takes too long to send headers.
 
     Attributes:
-        on_writable: function called when the client has taken so much that more may be written.
+        on_writable: function called when the client has read enough for more to be written.
     """
 
     on_writable: Callable[[], None] | None = None
 
     @staticmethod
     def from_scope(scope: Scope) -> Connection:
-        """Return a request's connection."""
+        """Return the connection on which a request arrived; the request's ASGI scope holds it under `state`."""
         connection: Connection = scope["state"][_KEY]
         return connection
 
@@ -50,7 +50,7 @@ class Connection(HttpToolsProtocol):
         self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        """Parse a part of a request; refuse it with 431 if its headers are too large."""
+        """Parse received bytes; refuse the request with 431 if its headers are too large."""
         super().data_received(data)
         if not self._is_in_head and self.timeout_keep_alive_task is None and self.cycle.response_complete:
             # Bytes that begin no request, such as an empty line, have ended the wait for one: begin it again.
@@ -110,7 +110,7 @@ class Connection(HttpToolsProtocol):
     def write_chunk(self, data: bytes) -> bool:
         """Write a part of a chunked reply, after its head; return False if the client must read before the next part.
 
-        A part that is written nevertheless is kept, and sent in its turn.
+        A part that is written before that is buffered, and sent in order.
         """
         if not self.transport.is_closing():
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))

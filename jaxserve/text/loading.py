@@ -56,7 +56,7 @@ def load_tokenizer(path: str | Path, chat_options: ChatOptions = DEFAULT_CHAT_OP
 
 
 def _load(directory: Path, chat_options: ChatOptions) -> Tokenizer:
-    """Load the tokenizer in a directory, or a GGUF file; errors in its JSON files are Python's own."""
+    """Load the tokenizer in a directory or a GGUF file; invalid fields in JSON files raise Python's own exceptions."""
     if (gguf := _gguf_file(directory)) is not None:
         backend, config, ends = _load_gguf(gguf)
         return _from_backend(backend, config, directory, chat_options, ends)
@@ -128,7 +128,7 @@ def _spans(backend: tokenizers.Tokenizer, text: str) -> tuple[TokenIds, list[tup
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> TokenIds:
-    """Return a text's token ids, while other threads run if it is long."""
+    """Return a text's token ids; other threads run Python while a long text is encoded."""
     return encode_freely(backend, text, len(text), add_special_tokens=add_special_tokens)
 
 
@@ -145,7 +145,7 @@ def _decode(backend: tokenizers.Tokenizer, token_ids: Sequence[int], skip_specia
 
 
 def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer that `load_tokenizer` loads, as an instance of `transformers`' class.
+    """Load the same tokenizer as `load_tokenizer`, as an instance of a class in `transformers`.
 
     A `tokenizer.json` defines the tokenisation, as in `load_tokenizer`; AutoTokenizer might rebuild the model family's
     tokenizer from the vocabulary instead.
@@ -168,7 +168,7 @@ def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
 def _from_transformers(
     slow: "PreTrainedTokenizerBase", config: dict[str, Any], directory: Path, chat_options: ChatOptions
 ) -> Tokenizer:
-    """Return the tokenizer for an instance of `transformers`' class; other arguments as in `_from_backend`."""
+    """Wrap a tokenizer from `transformers`; other arguments as in `_from_backend`."""
     special = {k: str(v) for k, v in slow.special_tokens_map.items() if isinstance(v, str)}
     if isinstance(backend := getattr(slow, "backend_tokenizer", None), tokenizers.Tokenizer):
         return _from_backend(backend, config | special, directory, chat_options)
@@ -210,9 +210,10 @@ def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
 
 
 def _gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file with the tokenizer: the path itself, or the only one in a directory without other ones.
+    """Return the GGUF file that holds the tokenizer; None if there is none.
 
-    For a sharded model it is the first shard. None if there is no such file.
+    It is the path itself, or the only GGUF model's file in a directory that has no `tokenizer*` files. For a sharded
+    model it is the first shard, if that exists.
     """
     if path.suffix == ".gguf" and path.is_file():
         found = [path]
@@ -223,7 +224,7 @@ def _gguf_file(path: Path) -> Path | None:
 
 
 def _load_gguf(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any], list[int]]:
-    """Return the results of `gguf_tokenizer.load`; ConfigError if it fails in any way."""
+    """Load a GGUF file's tokenizer as `gguf_tokenizer.load` does; ConfigError if that fails in any way."""
     try:
         return gguf_tokenizer.load(file)
     except Exception as error:  # damaged files raise many types, the tokenizers library plain Exception

@@ -20,7 +20,7 @@ _PROMPT_TOKEN = 2.0**-23
 
 
 def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable) -> Float[Array, "R V"]:
-    """Return logits [R, V] after the repetition, then the frequency and presence penalties of each row.
+    """Apply each row's repetition penalty to its logits [R, V], then its frequency and presence penalties.
 
     Repetition (Keskar et al. 2019, section 4.1) considers prompt and output, the other two (OpenAI's API) only the
     output. Rows without penalties are bit-identical.
@@ -41,10 +41,10 @@ def count_sampled(
     """Return `counts` with each row's sampled token added in its slot, if the row has penalties.
 
     Args:
-        counts: token counts by slot; column 0 is token `first_id`, others are the next ids.
+        counts: token counts by slot, for consecutive token ids.
         rows: row sampling parameters.
         sampled: sampled token ids; ids outside the columns are not counted.
-        first_id: first token id counted; later than 0 if the vocabulary is sharded.
+        first_id: token id for column 0; above 0 in later shards of a sharded vocabulary.
     """
     num_slots, size = counts.shape
     token = sampled - first_id
@@ -56,13 +56,13 @@ def count_sampled(
 def count_tokens(
     token_ids: Int[Array, " C"], prompt_len: Int[Array, ""], first_id: Int[Array, ""] | int, size: int
 ) -> Int[Array, " V"]:
-    """Return the counts of a request's tokens by id: occurrences in the output, plus PROMPT for ids only in the prompt.
+    """Return a count for each token id: its occurrences in a request's output, or PROMPT if only the prompt has it.
 
     Args:
         token_ids: prompt and output tokens, padded with -1.
         prompt_len: number of prompt tokens.
-        first_id: first token id counted; later than 0 if the vocabulary is sharded.
-        size: number of token ids counted, V.
+        first_id: token id for the first count; above 0 in later shards of a sharded vocabulary.
+        size: number of token ids counted, V: a shard's if the vocabulary is sharded.
     """
     num_blocks = -(-token_ids.shape[0] // HISTORY_BLOCK)
     padding = num_blocks * HISTORY_BLOCK - token_ids.shape[0]

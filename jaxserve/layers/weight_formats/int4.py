@@ -20,7 +20,7 @@ _INT4_MAX = 7  # symmetric: -8 is not used
 
 
 class Int4Blocks(WeightFormat):
-    """`BlockMatrix` for every matrix."""
+    """Weight format that stores every matrix as a `BlockMatrix`."""
 
     name = "int4"
 
@@ -42,11 +42,11 @@ class Int4Blocks(WeightFormat):
         return elements, Leaf.grid(num_rows, blocks, np.dtype(np.float32), row.axes)
 
     def elements(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
-        """Quantise in as many blocks as there are scales."""
+        """Quantise rows with one block per scale; return the elements, one per byte, and the scales."""
         return quantize(rows, rows.shape[1] // leaves[1].shape[0], _INT4_MAX)
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
-        """Quantise, and pair the elements."""
+        """Quantise rows; return the elements, two per byte if `leaves` has them so, and the scales."""
         q, scale = self.elements(rows, leaves)
         return (paired(q) if leaves[0].dtype == PAIRS else q), scale
 
@@ -59,5 +59,8 @@ FORMAT = Int4Blocks()
 
 
 def paired(q: Int8[np.ndarray, "out in"]) -> NDArray[np.uint8]:
-    """Return two elements in each byte."""
+    """Pack int4 elements two per byte, `[out, in / 2]`, each as an unsigned number: the element plus INT4_ZERO.
+
+    The low bits hold a row's first half, the high bits its second half.
+    """
     return packed((q + np.int8(INT4_ZERO)).view(np.uint8))

@@ -27,10 +27,10 @@ class GroupKind(Protocol):
     groups: tuple[int, ...]
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the number of blocks in a prompt's longest prefix after which a token finds all pages that it sees.
+        """Return the length, in blocks, of a prompt's longest prefix after which the next token sees only cached pages.
 
         Args:
-            hashes: prefix hash per block of the prompt.
+            hashes: prefix hash per prompt block.
             cached: hashes of cached pages, by group.
         """
 
@@ -38,7 +38,7 @@ class GroupKind(Protocol):
         """Return the blocks that the token after the first `num_blocks` blocks sees."""
 
     def remove_unseen(self, request: Request) -> list[int]:
-        """Remove the pages that no later token sees from a running request; return them, the first one last."""
+        """Remove a running request's pages that none of its later tokens sees; return them in reverse token order."""
         return []
 
 
@@ -65,7 +65,7 @@ class SlidingWindow(GroupKind):
         self._sizes = groups
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the end of the last cached run that covers a window or begins at the first block."""
+        """Return the end of the last run of cached blocks that covers a window or begins at the first block."""
         needed, num_last = self._sizes.num_window_blocks, 0  # consecutive cached blocks
         tables = [cached[group] for group in self.groups]
         for block in range(len(hashes) - 1, -1, -1):
@@ -75,11 +75,11 @@ class SlidingWindow(GroupKind):
         return num_last
 
     def seen(self, num_blocks: int) -> range:
-        """Return those of the first `num_blocks` blocks that the window of the next token reaches."""
+        """Return the blocks, among the first `num_blocks`, in the window of the token after them."""
         return range(max(num_blocks - self._sizes.num_window_blocks, 0), num_blocks)
 
     def remove_unseen(self, request: Request) -> list[int]:
-        """Remove the pages before the next token's window from a running request; return them, the first one last.
+        """Remove a running request's pages before the next token's window; return them in reverse token order.
 
         All known tokens except the last are certainly computed, at the latest by steps in flight.
         """
@@ -97,7 +97,7 @@ class SlidingWindow(GroupKind):
 
 
 class RecurrentState(GroupKind):
-    """The group of recurrent layers, whose pages are state snapshots after a block.
+    """The group of recurrent layers. Its pages are snapshots of their states, each after a block.
 
     Snapshots have their own pool. A plan owns the snapshots that it reads and takes. New ones are written while its
     step runs, so only later plans find them, and no page that a plan reads is written by it. Eviction is least recently
@@ -125,11 +125,11 @@ class RecurrentState(GroupKind):
         self._read: list[int] = []  # pages that the last plan reads, once per row
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the number of blocks before the last snapshot; 0 if there is none."""
+        """Return the number of blocks up to the last cached snapshot; 0 if there is none."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in cached[-1]), 0)
 
     def seen(self, num_blocks: int) -> range:
-        """Return the last of the first `num_blocks` blocks, whose snapshot is the state after it."""
+        """Return only the last of the first `num_blocks` blocks: its snapshot is the state after all of them."""
         return range(max(num_blocks - 1, 0), num_blocks)
 
     def begin_plan(self) -> None:
@@ -156,8 +156,9 @@ class RecurrentState(GroupKind):
         return page
 
     def take(self, page_hash: bytes) -> int | None:
-        """Return the page for a snapshot that a row of the current plan will take; None if there is one, or no page is
-        free.
+        """Return the page for a snapshot that a row of the current plan will take.
+
+        None if the snapshot already exists, or no page is free.
 
         Args:
             page_hash: prefix hash at the snapshot.
@@ -196,7 +197,7 @@ def longest_hit(kinds: Sequence[GroupKind], hashes: Sequence[bytes], cached: Cac
 
     Args:
         kinds: all kinds of groups.
-        hashes: prefix hash per block of the prompt.
+        hashes: prefix hash per prompt block.
         cached: hashes of cached pages, by group.
     """
     num_blocks, num_agreed = len(hashes), 0

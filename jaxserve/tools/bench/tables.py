@@ -15,7 +15,7 @@ def render(report: Json) -> str:
     runs = report["runs"]
     blocks = [_header(report)]
     if report["kind"] == "offline" and len(runs) > 1:
-        blocks.append(_rounds(runs))
+        blocks.append(_round_rates(runs))
     if report["kind"] == "serve" and len(runs) > 1:
         blocks.append(align(_sweep(runs), header=True))
     else:
@@ -43,14 +43,14 @@ def _header(report: Json) -> str:
     )
 
 
-def _rounds(runs: Sequence[Json]) -> str:
-    """Return a line with each round's output rate; the figures after it are from the median round."""
+def _round_rates(runs: Sequence[Json]) -> str:
+    """Return the line with each round's output rate; it ends by announcing the median round's figures below it."""
     rates = ", ".join(f"{run['output_tok_per_s']:.0f}" for run in runs)
     return f"{len(runs)} rounds of {rates} output tok/s; below, the median one"
 
 
 def _figures(run: Json, report: Json) -> list[Row]:
-    """Return a run's figures with their names; the report has the engine's sizes."""
+    """Return a table row, name and value, for each figure of a run; `report` has the engine's sizes."""
     failed = f", {run['num_failed']} failed" if run["num_failed"] else ""
     rate = offered_rate(run)
     offered = "" if rate is None else f"{rate:g} /s offered, served "
@@ -65,7 +65,7 @@ def _figures(run: Json, report: Json) -> list[Row]:
 
 
 def _engine_figures(run: Json, report: Json) -> list[Row]:
-    """Return the figures about the engine's steps, queue and pages with their names."""
+    """Return table rows for the figures about the engine's steps, queue and pages."""
     split = run["time_split_ms"]
     wall_ms = sum(split.values()) or 1.0
     num_pages, used = report["schedule"]["num_pages"], run["page_occupancy"]["max"]
@@ -83,7 +83,7 @@ def _engine_figures(run: Json, report: Json) -> list[Row]:
 
 
 def _goodput_and_cost(run: Json) -> list[Row]:
-    """Return goodput and cost with their names, as far as an SLO and a price are known."""
+    """Return table rows for goodput, if the run has an SLO, and for cost, if it has a price."""
     rows: list[Row] = []
     if (goodput := run["goodput"]) is not None:
         rows.append(("goodput", f"{goodput['requests_per_s']:.2f} /s, {goodput['share']:.1%} {_slo(goodput)}"))
@@ -94,7 +94,7 @@ def _goodput_and_cost(run: Json) -> list[Row]:
 
 
 def _slo(goodput: Json) -> str:
-    """Return a clause with the SLO's limits."""
+    """Return a phrase with the SLO's limits, such as "within TTFT 200 ms and TPOT 50 ms"."""
     limits = (("TTFT", goodput["slo_ttft_ms"]), ("TPOT", goodput["slo_tpot_ms"]))
     return "within " + " and ".join(f"{name} {value:g} ms" for name, value in limits if value is not None)
 
@@ -107,7 +107,7 @@ def _latencies(run: Json) -> list[Row]:
 
 
 def _sweep(runs: Sequence[Json]) -> list[Row]:
-    """Return a header and a row per run, which has a rate of its own, with latencies as p50/p90/p99."""
+    """Return a header and a row for each run of a sweep over request rates, with latencies as p50/p90/p99."""
     columns = {
         "rate /s": [number(offered_rate(run)) for run in runs],
         "served /s": [number(run["requests_per_s"]) for run in runs],

@@ -1,8 +1,8 @@
 """Grouped matmul kernel for Hopper GPUs.
 
 Each group's rows are cut into tiles that start with the group, or up to seven rows before it: TMA copies rows in eights
-to the layout that wgmma reads (`visits.py`). A work item is a row tile with a tile of the group's matrix `[N, K]`. All
-items with the same row tile run side by side and fetch its rows from main memory once.
+to the layout that wgmma reads (`visits.py`). A work item is one output tile: a row tile times a tile of the group's
+matrix `[N, K]`. All items with the same row tile run side by side and fetch its rows from main memory once.
 
 TMA copies x and matrix blocks as they are stored, and one or two warpgroups multiply 64 rows each by wgmma with float32
 sums. A row tile may overlap other groups. Their rows are multiplied too, but only the tile's own group is stored. Empty
@@ -83,12 +83,15 @@ def multiply(
 
 
 class GroupedThreadBlock(ThreadBlock[Problem]):
-    """Grouped matmul in one thread block; its work items are the output tiles of each visit.
+    """Grouped matmul in one thread block.
+
+    A visit is the matmul of one x row tile with one group's matrix (see `Visits`). It has as many work items as the
+    matrix has tiles of rows: each computes one output tile.
 
     Args:
         launch: static parameters.
-        num_visits: number of visits, `[1]`.
-        visits: visit table, `[visits, 4]` with the columns MATRIX, BASE, BEGIN and END.
+        num_visits: number of visits without padding, `[1]`.
+        visits: visit table, `[visits, 4]`. Its columns MATRIX, BASE, BEGIN and END are the fields of `Visits`.
         x: rows in global memory, `[padded, K]`.
         matrices: matrices in global memory, `[layers * G, N, K]`.
         out: output in global memory, `[M, N]`.
@@ -124,7 +127,7 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
         self._store(y, visit, first_output, warpgroup)
 
     def _visit(self, number: Scalar) -> tuple[Scalar, Scalar]:
-        """Return the visit index of work item `number`, and the first matrix row in the item's output tile."""
+        """Return the index of work item `number`'s visit, and the first matrix row for the item's output tile."""
         item, num_tiles = self.item(number), i32(self.launch.num_output_tiles)
         return lax.div(item, num_tiles), lax.rem(item, num_tiles) * self.launch.tiles.outputs
 
@@ -167,7 +170,7 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
         Args:
             y: results, `[64, outputs]`, of computing warpgroup `warpgroup`.
             visit: visit index.
-            first_output: first matrix row in the output tile: the first output column to write.
+            first_output: first output column to write: the first matrix row for the output tile.
             warpgroup: computing warpgroup index.
         """
         out = self.shared.out.at[warpgroup]

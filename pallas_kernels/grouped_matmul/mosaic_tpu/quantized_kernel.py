@@ -117,11 +117,11 @@ def _kernel(launch: Launch[QuantizedProblem], layer: Ref, x: Ref, elements: Ref,
             for half, start in itertools.product(range(problem.per_byte), range(0, span, tiles.columns)):
                 weight = _floats(problem, elements[outputs, pl.ds(_at(index, span, start), tiles.columns)], half)
                 if problem.has_zero:
-                    weight -= _spread(launch, offset, half, index, start, outputs)
+                    weight -= _element_values(launch, offset, half, index, start, outputs)
                 if problem.scales_elements:
-                    weight *= _spread(launch, scale, half, index, start, outputs)
+                    weight *= _element_values(launch, scale, half, index, start, outputs)
                 if problem.has_minimum:
-                    weight -= _spread(launch, offset, half, index, start, outputs)
+                    weight -= _element_values(launch, offset, half, index, start, outputs)
                 sums[:, outputs] += lax.dot_general(
                     x[:, pl.ds(_at(index, span, half * problem.stored_columns + start), tiles.columns)],
                     weight.astype(x.dtype),
@@ -140,8 +140,9 @@ def _span_columns(launch: Launch[QuantizedProblem]) -> int:
 
 
 def _floats(problem: QuantizedProblem, stored: Registers, half: int) -> Registers:
-    """Convert stored elements to float32, before zero points, minima and scales are applied; int4 without these gets
-    the default zero point.
+    """Convert stored elements to float32, before zero points, minima and scales are applied.
+
+    The default zero point is subtracted from int4 elements that have neither zero points nor minima.
 
     Args:
         problem: static parameters.
@@ -157,18 +158,21 @@ def _floats(problem: QuantizedProblem, stored: Registers, half: int) -> Register
     return (codes if problem.offset_bytes else codes - INT4_ZERO).astype(jnp.float32)
 
 
-def _spread(
+def _element_values(
     launch: Launch[QuantizedProblem], grid: Ref, half: int, index: Scalar, start: int, outputs: Any
 ) -> Registers:
-    """Return each matrix element's scale or offset, `[128, columns]`, for the columns that are dequantised together.
+    """Return the scale or offset of each element in a matrix block, `[128, columns]`.
+
+    The value of each scale group is repeated for all its columns. A block's columns are dequantised together.
 
     Args:
         launch: static parameters.
         grid: scales, zero points or minima in VMEM, `[groups, outputs]`.
-        half: half of the matrix row that the columns are in: 0 or 1; 0 if bytes have one element.
-        index: loop iteration.
-        start: first of the columns among the stored columns of the iteration.
-        outputs: slice of 128 matrix rows.
+        half: 0 if the columns are in the first half of a matrix row, stored in the low bits of each byte; 1 for the
+            second half, in the high bits; 0 if bytes have one element.
+        index: iteration of the loop over spans of stored columns.
+        start: first stored column of the block, counted in the span.
+        outputs: slice of the block's 128 matrix rows.
     """
     problem, columns, size = launch.problem, launch.tiles.columns, launch.problem.group_size
     if _span_columns(launch) == SCALE_SUBLANES * size:  # a span's groups fill one memory tile

@@ -88,10 +88,12 @@ def _tile_rows(blocks: BlockSizes, rows: RaggedRows, q_lens: Int32[Array, "R"]) 
 
 
 def _plan_writes(config: KernelConfig, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> tuple[Int32[Array, "n"], Array]:
-    """List the slabs to write, given each row's number of new tokens.
+    """List the slabs of KV pages to which a step writes, given each row's number of new tokens.
+
+    A slab is the smallest part of a page that can be written, `config.slab` tokens.
 
     Returns:
-        `WorkPlan.writes`, and the slab count.
+        `WorkPlan.writes`, and the number of slabs.
     """
     T, R, slab = config.num_tokens, config.num_rows, config.slab
     past_lens = rows.kv_lens - q_lens
@@ -143,17 +145,18 @@ def _plan_decode_slots(
 def _plan_tiles(
     config: KernelConfig, blocks: BlockSizes, tile_tokens: int, rows: RaggedRows, q_lens: Int32[Array, "R"]
 ) -> tuple[Int32[Array, "n"], Array]:
-    """List the query tiles with one size.
+    """Cut the new tokens of some rows into query tiles of one size, and list the tiles.
 
     Args:
         config: static parameters.
         blocks: block sizes.
         tile_tokens: tokens per tile.
         rows: the step's rows.
-        q_lens: new tokens per row, zero for rows that have other tiles or decode slots.
+        q_lens: new tokens per row; zero for rows that have tiles of the other size, or decode slots.
 
     Returns:
-        An element for `WorkPlan.tiles`, and the work item count: pairs with a tile and a key block that it sees.
+        An element of `WorkPlan.tiles`, and the number of work items. A work item is a tile with one key block that its
+        tokens see.
     """
     T, block_tokens = config.num_tokens, blocks.tile_pages * config.page_size
     row, start, lead, num_tokens = cut_into_tiles(
