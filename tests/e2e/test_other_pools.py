@@ -33,6 +33,11 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("pages"))
+
+
 class TestAnyWorkload:
     """Batches, chunks, prefix hits, preemptions, drafts and several steps at once."""
 
@@ -53,6 +58,18 @@ class TestAnyWorkload:
         for output, wanted, job in zip(
             run(start(model=model, speculative_config=own, multi_step=8), jobs), expected, jobs, strict=True
         ):
+            assert_same(output, wanted, job)
+
+
+class TestPagesOnDisk:
+    """Latents, KV heads of two sizes and windows come back from disk as they were."""
+
+    @given(jobs=jobs())
+    @settings(few_but_rich, max_examples=examples(8))
+    def test_any_workload_gives_the_same_tokens(self, start: Start, model: str, pages: str, jobs: list[Job]) -> None:
+        expected = run(start(model=model), jobs)
+        engine = start(model=model, kv_offloading_path=pages)
+        for output, wanted, job in zip(run(engine, jobs), expected, jobs, strict=True):
             assert_same(output, wanted, job)
 
 
