@@ -52,7 +52,7 @@ if platform.machine() in X86:
         "avx512vnni": (16, [*AVX512, "-mavx512vnni"]),
     }
     if sys.platform == "linux":  # processes ask the system for tiles
-        INSTRUCTION_SETS["amx"] = (16, [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-bf16"])
+        INSTRUCTION_SETS["amx"] = (16, [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"])
 if platform.machine() in ARM and sys.platform == "linux":  # compilers for macOS have byte products in their baseline
     INSTRUCTION_SETS["neondot"] = (4, ["-march=armv8.2-a+dotprod"])
 

@@ -48,11 +48,11 @@ bool has_avxvnni() {  // __builtin_cpu_supports of some compilers does not know 
 #endif
 
 #ifdef NATIVE_HAS_amx
-// Return whether the processor has tiles of bfloat16 and the system lets this process use them.
+// Return whether the processor has tiles of bfloat16 and bytes and the system lets this process use them.
 bool has_amx() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   unsigned a, b, c, d;
-  const bool has_tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1;
+  const bool has_tiles = __get_cpuid_count(7, 0, &a, &b, &c, &d) && d >> 22 & 1 && d >> 24 & 1 && d >> 25 & 1;
   return has_tiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif

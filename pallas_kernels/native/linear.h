@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "amx.h"
+#include "amx_digits.h"
 #include "digits.h"
 #include "floats.h"
 
@@ -129,6 +130,15 @@ void grouped_linear(Executor& executor, const GroupedProblem& p) {
   });
 }
 
+#ifdef NATIVE_AMX_DIGITS
+// Multiply with integers, many tokens by tiles; the results are the same.
+template <typename Format>
+void linear_of_digits(Executor& executor, const LinearProblem& p) {
+  if (p.num_tokens >= kFewestTileDigits) return linear<TileDigits<Format>>(executor, p);
+  linear<DigitTokens<Format>>(executor, p);
+}
+#endif
+
 // Call a function template with the type of the tokens for a weight format.
 #define NATIVE_BY_FORMAT(function, format, ...)                                                         \
   switch (format) {                                                                                     \
@@ -140,6 +150,10 @@ void grouped_linear(Executor& executor, const GroupedProblem& p) {
   }
 
 inline void linear_of_any_format(Executor& executor, const LinearProblem& p) {
+#ifdef NATIVE_AMX_DIGITS
+  if (p.format == native::WeightFormat::kInt8) return linear_of_digits<Int8Digits>(executor, p);
+  if (p.format == native::WeightFormat::kInt4) return linear_of_digits<Int4Digits>(executor, p);
+#endif
   NATIVE_BY_FORMAT(linear, p.format, executor, p)
 }
 

@@ -24,7 +24,7 @@ def test_where_there_is_a_compiler_there_are_kernels():
 
 
 PROCESSOR_FLAGS = {  # of instruction sets in /proc/cpuinfo, best first
-    "amx": "avx512f avx512bw avx512vl avx512dq avx512_vnni amx_tile amx_bf16",
+    "amx": "avx512f avx512bw avx512vl avx512dq avx512_vnni amx_tile amx_bf16 amx_int8",
     "avx512vnni": "avx512f avx512bw avx512vl avx512dq avx512_vnni",
     "avx512": "avx512f avx512bw avx512vl avx512dq",
     "avxvnni": "avx2 fma f16c avx_vnni",
