@@ -265,7 +265,8 @@ def run_model(
         tokens.position, attention, tokens.row, slot, live, state.expert_tokens, num_live=rows.cu_q_lens[-1]
     )
     needs_all = None
-    if last_only is not False and model.can_leave_out_tokens and rows.slot.shape[0] < tokens.row.shape[0]:
+    can_leave_out = model.can_leave_out_tokens and state.expert_tokens is None  # tokens are counted in all layers
+    if last_only is not False and can_leave_out and rows.slot.shape[0] < tokens.row.shape[0]:
         context = dataclasses.replace(context, last=groups[0].last_tokens()[1])
         needs_all = None if last_only is True else ~last_only
     hidden, features, context = decoder.forward_with_features(

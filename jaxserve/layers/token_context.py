@@ -185,8 +185,7 @@ class TokenContext:
 
         live, attention = None if self.live is None else take(self.live), self.attention.part(start, num_tokens)
         num_live = None if self.num_live is None else jnp.clip(self.num_live - start, 0, num_tokens)
-        taken = dataclasses.replace(self.select(take), expert_tokens=None, last=None)
-        return dataclasses.replace(taken, live=live, num_live=num_live, attention=attention)
+        return dataclasses.replace(self.select(take), live=live, num_live=num_live, attention=attention, last=None)
 
     def select(self, take: Callable[[Array], Array]) -> TokenContext:
         """Return the context for other activation rows, whose tokens `take` selects; only linear layers read it."""

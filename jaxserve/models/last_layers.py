@@ -53,7 +53,7 @@ class LastLayers:
         last, after = self._run(x, tokens, inputs, last_only=True)
         hidden = jnp.zeros_like(x).at[tokens.last].set(last, mode="drop")
         attention = tokens.attention.with_pools(after.attention)
-        tokens = dataclasses.replace(tokens, attention=attention, expert_tokens=after.expert_tokens)
+        tokens = dataclasses.replace(tokens, attention=attention)
         return (hidden, tokens) if needs_all is None else self._compute_all(x, hidden, tokens, needs_all)
 
     def _compute_all(

@@ -4,6 +4,7 @@ The rows' logits, keys, values, recurrent states and what later steps compute ar
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +35,11 @@ BACKENDS = ["native", "xla"] if native.unavailable() is None else ["xla"]
 class Session:
     """Rows of a model whose steps are run by hand."""
 
-    def __init__(self, arch: ArchConfig, params: Params, backend: str, last_only: bool | None) -> None:
+    def __init__(self, arch: ArchConfig, params: Params, backend: str, last_only: bool | None, **options: Any) -> None:
         self.params, self.model = params, Model.from_arch(arch, backend=backend)
         num_pages = R * MAX_PAGES * len(arch.kv_layout.windows)
-        schedule = ScheduleConfig(R, T, PAGE_SIZE * MAX_PAGES, PAGE_SIZE, num_pages, windows=arch.kv_layout.windows)
+        sizes = (R, T, PAGE_SIZE * MAX_PAGES, PAGE_SIZE, num_pages)
+        schedule = ScheduleConfig(*sizes, windows=arch.kv_layout.windows, **options)
         self.state = new_state(arch, schedule, kv_dtype=jnp.float32, backend=backend)
         table = np.random.default_rng(0).permutation(num_pages).reshape(-1, MAX_PAGES)
         sequences = dataclasses.replace(self.state.sequences, page_table=jnp.asarray(table, jnp.int32))
@@ -97,3 +99,12 @@ def test_last_tokens_are_those_of_steps_with_all(backend: str, family: str, monk
         if not last_only:
             close(found, expected)
     close((chosen.state.kv_pages, chosen.state.states), (every.state.kv_pages, every.state.states))
+
+
+def test_experts_of_the_last_layers_count_all_tokens() -> None:
+    arch = registry.from_hf_config(hf_dict("qwen3_moe"))
+    params = weights.dummy(registry.param_specs(arch), 0, jnp.float32)
+    session = Session(arch, params, "xla", None, count_expert_tokens=True)
+    session.step(STEPS[0], np.zeros(T, np.int32))
+    assert arch.experts is not None
+    np.testing.assert_array_equal(session.state.expert_tokens.sum(1), sum(STEPS[0]) * arch.experts.per_token)
