@@ -14,13 +14,13 @@ import random
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import Array
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
@@ -44,14 +44,13 @@ LIMITS = {"int8": 0.2, "fp8": 0.5, "fp8-block": 0.5, "w8a8-smoothquant": 1.0, "i
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class RoundingMatrix(Matrix):
     """A matrix whose inputs are rounded first, to codes with one scale per token group."""
 
     array: Array
-    is_float: bool = field(metadata={"static": True})
-    group_size: int = field(metadata={"static": True})
+    is_float: bool = struct.field(pytree_node=False)
+    group_size: int = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array, lax
 
 from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
@@ -57,8 +57,7 @@ def as_stored(x: Array, kv_dtype: str) -> Array:
     return int4.rotate(found) / int4.block_size(x.shape[-1]) if kv_dtype == "int4" else found
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@struct.dataclass
 class DenseAttention(Attention):
     """Causal attention within each run of `seq_len` tokens on the token axis, over keys and values as stored in a pool.
 
@@ -67,8 +66,8 @@ class DenseAttention(Attention):
     first, these are at every second position, or third, and so on.
     """
 
-    seq_len: int = field(metadata={"static": True})
-    kv_dtype: str | None = field(metadata={"static": True}, default=None)
+    seq_len: int = struct.field(pytree_node=False)
+    kv_dtype: str | None = struct.field(pytree_node=False, default=None)
     entries: tuple[tuple[Array, Array], ...] | None = None
 
     def attend(

@@ -231,7 +231,7 @@ def outputs_of(text: list[list[int]], request: ParsedRequest, tokenizer: Tokeniz
         if len(completion.token_ids) == len(text[index]):
             detokenizer.finish()
             completion.finish_reason = "length" if index == 1 else "stop"
-        completion.text = detokenizer.text
+        completion.text = str(detokenizer.visible)
 
     return output, advance
 

@@ -57,7 +57,7 @@ def read_tokens(request: ParsedRequest, token_ids: list[int], is_special: bool) 
     detokenizer = Detokenizer(TOKENIZERS[is_special], request.params)
     detokenizer.push(token_ids)
     detokenizer.finish()
-    return whole_message(request.form.reader("x")._scanner.scan(detokenizer.text, is_end=True))
+    return whole_message(request.form.reader("x")._scanner.scan(str(detokenizer.visible), is_end=True))
 
 
 def sampled(request: ParsedRequest, is_special: bool, rng: random.Random) -> list[int] | None:

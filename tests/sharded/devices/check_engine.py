@@ -130,11 +130,14 @@ def test_rows_with_constraints_have_the_same_tokens_in_split_plans(
 
 @pytest.mark.parametrize("multi_step", [False, True])
 def test_devices_meet_twice_a_layer(start: Start, multi_step: bool) -> None:
-    """Devices exchange twice a layer, for the embedding, and for sampling: candidates, or logits of some rows."""
+    """Devices exchange twice a layer, for the embedding, and for sampling: candidates, or logits of some rows.
+
+    The last layer is compiled twice, for all tokens and for the rows' last ones; a step runs one of the two.
+    """
     programs = start(DEVICES).replicas[0].executor.programs
     [(program,)] = [each for shape, each in programs.table.items() if (shape.num_rounds > 1) == multi_step]
     found = [(m[1], line) for line in program.as_text().splitlines() if (m := re.search(COLLECTIVE, line))]
-    assert sum(kind == "all-reduce" for kind, _ in found) == 1 + 2 * LAYERS
+    assert sum(kind == "all-reduce" for kind, _ in found) == 1 + 2 * (LAYERS + 1)
     for kind, line in found:
         assert (kind == "all-reduce") == ("/embed/" in line or "/jit(block)/" in line), line
         assert kind == "all-reduce" or "/cond/" in line, "sampling has branches"
