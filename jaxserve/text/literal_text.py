@@ -44,10 +44,14 @@ class LiteralText:
         self._twin = _without_special(backend, self._special, key)
         self._names = {token: f"{_EDGE}{key}{number}{_EDGE}" for number, token in enumerate(sorted(self._special))}
         options = ("normalized", "lstrip", "rstrip", "single_word")
-        for token in added.values():
-            if token.special:
-                same = {option: getattr(token, option) for option in options}
-                self._twin.add_tokens([tokenizers.AddedToken(self._names[token.content], special=False, **same)])
+        named = [
+            tokenizers.AddedToken(
+                self._names[token.content], special=False, **{name: getattr(token, name) for name in options}
+            )
+            for token in added.values()
+            if token.special
+        ]
+        self._twin.add_tokens(named)  # in one call, as each call rebuilds the search for all added tokens
         names = ((self._names.get(token.content, token.content), token_id) for token_id, token in added.items())
         self._ids = {self._twin.token_to_id(name): token_id for name, token_id in names}
 
