@@ -97,7 +97,14 @@ class Channel:
                 time.sleep(interval_s)
 
     def receive(self) -> Any:
-        """Return the next value other than heartbeats; an exception with a reason if the other process is lost."""
+        """Return the next value that is not a heartbeat.
+
+        Raises:
+            AuthenticationError: a message was changed on the way.
+            TimeoutError: the other process sent nothing for too long.
+            EOFError: the connection was closed.
+            OSError: the connection broke, or the other process stopped within a message.
+        """
         while self._connection.poll(self._silence_s):
             data = self._connection.recv_bytes()
             code, message = data[:_CODE_BYTES], data[_CODE_BYTES:]

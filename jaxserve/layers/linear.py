@@ -95,7 +95,7 @@ class Matrix(ABC):
         return self.block(jnp.int32(0), self.shape[0])
 
     def linear(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T outputs"]:
-        """Compute the linear layer; formats whose kernel fuses it override this."""
+        """Return the layer's output, including norm, bias, activation and residual; fused kernels override this."""
         y = self.multiply(context.norm(x) if context.norm else x, context)
         return context.finish(context.reduce(y.astype(context.dtype)))
 

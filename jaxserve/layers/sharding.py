@@ -78,12 +78,17 @@ def tensor_mesh(
 def replica_meshes(
     tensor_parallel_size: int, data_parallel_size: int, expert_parallel_size: int = 1, num_data_shards: int = 1
 ) -> list[Mesh | None]:
-    """Return each replica's mesh, over consecutive devices; [None] for one replica on one device.
+    """Return each replica's mesh; several replicas take consecutive devices. One replica on one device has None.
 
-    The last two sizes are as in `tensor_mesh`.
+    Args:
+        tensor_parallel_size: devices per replica.
+        data_parallel_size: number of replicas.
+        expert_parallel_size: `num_expert_shards` in `tensor_mesh`.
+        num_data_shards: size of each mesh's data axis.
 
     Raises:
-        ConfigError: there are fewer devices, or they belong to several processes.
+        ConfigError: there are too few devices; there are several replicas and several processes; or one replica's
+            devices cannot be divided evenly among the processes.
     """
     if data_parallel_size == 1:
         return [

@@ -30,7 +30,8 @@ class StoredRows:
 
     Attributes:
         array: the array.
-        axis: row axis; the last one in scale grids, as a transposed grid would be a copy.
+        axis: axis in `array` that counts matrix rows: 0, or the last one for scales `[groups, rows]`, because
+            transposing these would copy them.
     """
 
     array: Shaped[Array, "..."]

@@ -73,7 +73,7 @@ def param_specs(arch: ArchConfig, *, wide: bool) -> list[ParamSpec]:
 
 
 def following_arch(target: ArchConfig) -> ArchConfig:
-    """Return a one-layer model whose layer has the same sizes as the target's last layer, for an MTP layer."""
+    """Return the target's architecture with only its last layer, for an MTP layer, which has the same sizes."""
     return dataclasses.replace(target, layers=target.layers[-1:])
 
 

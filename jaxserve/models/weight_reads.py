@@ -14,9 +14,9 @@ class WeightReads(NamedTuple):
 
     Attributes:
         every_step: bytes that every step reads.
-        per_token: bytes in a token's table rows.
-        per_expert: bytes per expert, summed over layers.
-        experts: experts in MoE layers; None without.
+        per_token: bytes that each token reads from look-up tables, such as embeddings.
+        per_expert: bytes in one expert's weights, summed over layers.
+        experts: sizes and routing rules in MoE layers; None if there are none.
     """
 
     every_step: int

@@ -143,8 +143,8 @@ class ScoringReply(AnyReply):
     """Reply to one request for scores or ranked documents.
 
     Args:
-        reply: OpenAI's reply to the request, which has its name and parameters.
-        body: body of the request, which has the texts.
+        reply: OpenAI-format `Reply` to the same request; this takes the request, reply id and creation time from it.
+        body: the request's JSON body; the texts are read from it.
     """
 
     def __init__(self, reply: Reply, body: Json) -> None:

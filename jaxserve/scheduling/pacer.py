@@ -200,15 +200,15 @@ class Pacer:
     def launched(self, num_drafts: int, num_rounds: int) -> bool:
         """Record the dispatch that was planned after the latest choice.
 
-        It may differ from the choice if pages are short or a request can join. A probe is then given up, and after a
-        draft probe it takes some time until the next.
+        It may differ from the choice if too few pages are free or a request can join. If the choice was a probe, the
+        probe is then cancelled; after a cancelled draft probe, the next one waits until its time credit has recovered.
 
         Args:
             num_drafts: maximum tokens drafted for a row in a round.
             num_rounds: maximum rounds.
 
         Returns:
-            True if the dispatch is a scout.
+            True if the dispatch is a scout: a probe in which only a few rows draft.
         """
         probe = self._probe
         if probe is None or not self._is_probe:

@@ -80,13 +80,18 @@ class PrefillPlanner:
         self._take_snapshots(plan, first_row)
 
     def _continue(self, rows: Sequence[Request], start: int, stop: int, plan: StepPlan) -> bool:
-        """Give one class's rows in prefill their first chunk, oldest first; return whether one of them lacks pages.
+        """Plan this step's first chunk for each row in one priority class, oldest first.
+
+        If the free pages hold no token for a row, later rows are preempted, the last first.
 
         Args:
             rows: all rows in prefill; those from `stop` on have lower classes.
             start: index of the first row in the class.
             stop: index after its last row.
             plan: plan to add to.
+
+        Returns:
+            True if any row got fewer tokens than wanted for lack of pages.
         """
         ledger, is_short = self._ledger, False
         in_class = [request for request in rows[start:stop] if request.status in RUNS]

@@ -127,8 +127,11 @@ class RequestUpdater:
         return len(token_ids)
 
     def _review(self, request: Request) -> None:
-        """Examine a request after a new token: register full pages if several are complete, set the output length at
-        which to look again, and end the request if the token does.
+        """Review a request after a new token.
+
+        Full pages are registered, several at a time. The request ends if this token is a stop token or the last one
+        allowed. Unless it waits for each token, `quiet_outputs` is set: the output length up to which only stop tokens
+        need another review.
         """
         output, num_prompt, page_size = request.output_token_ids, request.num_prompt_tokens, self._ledger.page_size
         num_known, max_total = num_prompt + len(output), request.max_total_tokens

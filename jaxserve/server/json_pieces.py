@@ -97,7 +97,7 @@ def _parts(value: Any) -> Iterator[str]:
 
 
 def _items(values: Any) -> Iterator[str]:
-    """Yield the JSON text of a list or iterator without brackets, in which short values are encoded together."""
+    """Yield the JSON text of a list or iterator, without brackets; consecutive short values form one part."""
     batch: list[Any] = []
     left, separator = MAX_VALUES, ""
     for value in values:

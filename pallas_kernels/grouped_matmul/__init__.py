@@ -78,8 +78,9 @@ class Backend(Protocol):
         Args:
             problem: static parameters, a `Problem` or `QuantizedProblem`.
             x: rows, sorted by group.
-            matrices: all layers' float matrices `[layers, G * N, K]`, a `PackedMatrix` or a `QuantizedStack`.
-            group_sizes: rows per group, `[G]`; None if the matrices are quantised.
+            matrices: matrices for all layers: a float array `[layers, G * N, K]`, a `PackedMatrix`, or a
+                `QuantizedStack`.
+            group_sizes: rows per group, `[G]`; None for a `QuantizedStack`: all rows have the layer's one matrix.
             layer: layer whose matrices are used.
 
         Returns:

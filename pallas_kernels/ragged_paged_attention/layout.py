@@ -99,7 +99,7 @@ class TokenMajor(Layout):
         return kv_pages._replace(scales=kv_pages.scales[..., : self.token_shape[0]])
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
-        """Return the pool, or single tokens `[T, 2K, H]`, with the scales padded."""
+        """Convert a canonical pool, or single tokens `[T, 2K, H]`, to this layout, which only pads the scales."""
         if not isinstance(kv_pages, QuantizedPages) or len(self.token_shape) == 1:
             return kv_pages
         scales = kv_pages.scales

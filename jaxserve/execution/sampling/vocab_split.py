@@ -29,7 +29,9 @@ from jaxserve.execution.sampling.token_gather import first_argmax
 
 @dataclass(frozen=True)
 class VocabSplit:
-    """Logits [R, ceil(V / n)] on n devices, for use in a shard_map: shards in token id order, padding at the end.
+    """Sampler for logits whose vocabulary is split over n devices; its methods are called in a shard_map.
+
+    Each device has logits [R, ceil(V / n)]. The shards are in token id order, with padding at the end.
 
     Attributes:
         axis: names of the mesh axes.

@@ -84,7 +84,12 @@ class EvictionOrder:
         return pages
 
     def check_integrity(self, content: dict[int, Content], idle: set[int]) -> None:
-        """Assert that pages match their content; `idle` are the cached pages without owners."""
+        """Assert that `idle` are the evictable pages, and that tenants and their page counts agree with `content`.
+
+        Args:
+            content: content of each cached page; its last element is the tenant.
+            idle: cached pages without owners.
+        """
         evictable = {page: tenant for tenant, pages in self._evictable.items() for page in pages}
         assert evictable.keys() == idle, f"evictable and cached without owner differ: {evictable.keys() ^ idle}"
         assert all(content[page][-1] == tenant for page, tenant in evictable.items()), "a page changed hands"

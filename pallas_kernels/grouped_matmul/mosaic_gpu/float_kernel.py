@@ -120,7 +120,7 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
         return copy
 
     def compute_item(self, number: Scalar, warpgroup: Scalar) -> None:
-        """Multiply and store computing warpgroup `warpgroup`'s 64 rows in work item `number`'s output tile."""
+        """Compute and store 64 rows in work item `number`'s output tile, those for computing warpgroup `warpgroup`."""
         visit, first_output = self._visit(number)
         shape = (WARPGROUP_ROWS, self.launch.tiles.outputs)
         y = pl.run_scoped(functools.partial(self._multiply, warpgroup, number), plgpu.ACC(shape, jnp.float32))

@@ -101,9 +101,10 @@ KERNEL = QuantizedMatmul()
 
 
 def loop_columns(problem: QuantizedProblem) -> int:
-    """Return how many stored columns the kernel's inner loop multiplies per iteration if there are scale groups.
+    """Return how many stored columns the kernel's inner loop multiplies per iteration, given several scale groups.
 
-    An iteration has eight scale groups, or all: the slice of the scales must start at a multiple of eight groups.
+    They are as many columns as eight scale groups have, because each slice of the scales must start at a multiple of
+    eight groups; or all columns, in a single iteration, if that number does not divide them.
     """
     span = SCALE_SUBLANES * problem.group_size
     return span if problem.stored_columns % span == 0 else problem.stored_columns
