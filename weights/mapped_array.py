@@ -31,7 +31,7 @@ class MappedArray(np.ndarray):
 
 
 def map_bytes(file: FilePath) -> MappedArray:
-    """Return the bytes of a file, which are read when they are copied."""
+    """Map a file into memory as uint8; its bytes are read from disk on first access, see `read`."""
     return np.memmap(file, np.uint8, mode="r").view(MappedArray)
 
 

@@ -64,7 +64,10 @@ def with_stored_switch(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
 
 
 def with_tied_tensors(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
-    """Return tensors by name, with the embeddings also as the head, or the reverse, if `specs` want both."""
+    """Return `tensors`, with the embeddings or the head added if `specs` want it and it is missing.
+
+    Missing embeddings are taken from a stored head; a missing head from the embeddings, if `specs` want both.
+    """
     found = dict(tensors)
     names = {row.path[0]: row.hf_names[0] for row in specs if row.path in ((_EMBED,), (_HEAD,))}
     embed, head = names.get(_EMBED), names.get(_HEAD)

@@ -82,7 +82,7 @@ class StructuredOutputsParams:
 
     @property
     def is_json(self) -> bool:
-        """True if a schema constrains the output."""
+        """True if the output must be JSON: `json` or `json_object` constrains it."""
         return self.json is not None or bool(self.json_object)
 
     @property

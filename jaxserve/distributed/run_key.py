@@ -90,7 +90,10 @@ def read_key(name: str) -> bytes:
 
 
 def _folder() -> Path:
-    """Return the folder for key files, which belongs to this user and is closed to all others."""
+    """Return this user's private folder for key files, created if absent.
+
+    ConfigError if the path is no folder, or if another user owns it or can open it.
+    """
     folder = Path(tempfile.gettempdir()) / f"jaxserve-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

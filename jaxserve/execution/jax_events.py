@@ -24,7 +24,7 @@ class EventCounter:
             self._local.count = self.count + 1
 
     def _on_timed_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        """Count an event that jax has recorded with a duration."""
+        """Count an event that jax has recorded with a duration, if it has this counter's name."""
         self._on_event(event)
 
     @property

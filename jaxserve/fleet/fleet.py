@@ -370,7 +370,7 @@ class Fleet:
             self._give(next(iter(self._idle.values())), self._queue.popitem(last=False)[1])
 
     def _could_start(self, job: _Job, route: Route) -> Start:
-        """Return whether a route's actor has capacity for a job."""
+        """Return Start.NOW if a route's actor has capacity for a job, else Start.FULL."""
         seat = self._seats[route.replica]
         fits = not seat.jobs or seat.num_sequences + job.num_sequences <= self._capacity
         return Start.NOW if fits else Start.FULL

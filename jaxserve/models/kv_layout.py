@@ -50,8 +50,9 @@ class KVLayout:
     """Layout of the KV pool.
 
     Attributes:
-        layers: each layer's keys and values; an earlier layer's if it reads these.
-        pool: token layout in the pool, for the larger heads if layers differ.
+        layers: for each layer, the group and position of the keys and values that it reads: its own, or an earlier
+            layer's.
+        pool: token layout in the pool; if layers have different heads, it fits the larger ones.
     """
 
     layers: tuple[LayerKV, ...]

@@ -31,13 +31,13 @@ Rotations = Mapping[tuple[RopeConfig | None, int], Rotation | None]  # by RoPE a
 
 @dataclass(frozen=True)
 class LastLayers:
-    """Layers from `arch.last_kv_layer` on, and the final norm.
+    """Layers from `arch.last_kv_layer` on, which may compute only the rows' last tokens, and the final norm.
 
     Attributes:
         arch: sizes on this device.
         layers: parameters of these layers.
         final_norm: parameters of the norm.
-        inputs: further inputs of all layers, or None; see `ModelFamily.layer_inputs`.
+        inputs: per-layer inputs of the whole model, or None; see `ModelFamily.layer_inputs`.
     """
 
     arch: ArchConfig

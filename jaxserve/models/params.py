@@ -160,7 +160,10 @@ def matrix_transform(
 
 
 def multiplied(specs: Sequence[ParamSpec]) -> Callable[[ParamSpec], bool]:
-    """Return a predicate for ParamSpecs: True for tensors that matmuls read, which can be packed for native kernels."""
+    """Return a test for the specs: True for matrices that matmuls read, which can be packed for native kernels.
+
+    Embeddings are among them only if they are tied, which means that `specs` have no LM head.
+    """
     tied = all(spec.path != ("lm_head",) for spec in specs)
     looked_up = ((LAYER_EMBED,),) if tied else ((LAYER_EMBED,), ("embed",))  # tables that no matmul reads
     return lambda spec: spec.is_matrix and not spec.is_array and spec.path not in looked_up

@@ -114,7 +114,10 @@ def _gated_attention(
     norm: Norm,
     residual: Float[Array, "N D"] | None,
 ) -> tuple[Float[Array, "N D"], TokenContext]:
-    """Apply attention whose query heads have elementwise gates; a sublayer for `models.block`."""
+    """Apply attention whose outputs are multiplied by gates from the query projection; a sublayer for `models.block`.
+
+    The N results are for all T tokens, or for the rows' last ones if `layer.last_only`.
+    """
     attention = layer.attention
     T, Q, K, H = x.shape[0], attention.num_heads, attention.num_kv_heads, attention.head_dim
     qkv = linear(x, p["qkv_proj"], tokens, norm=norm, bias=p.get("qkv_bias"))

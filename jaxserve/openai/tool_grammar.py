@@ -130,7 +130,10 @@ class _Grammar:
         self._rules.append(f"start: reasoning* {message}")
 
     def _calls(self, syntax: CallSyntax, tools: Tools) -> str:
-        """Add the rule for a tool call, and return the Lark expression for a run of calls after its delimiter."""
+        """Add the rule `call`, and return the Lark expression for a run of calls after `syntax.begin`.
+
+        It consists of `syntax.opening`, one call, or more if they may be parallel, and `syntax.end`.
+        """
         calls = []
         for number, function in enumerate(tools.functions):
             arguments = self._arguments(number, function, tools)

@@ -47,7 +47,7 @@ class Translation(NamedTuple):
 
 
 def shared_values(given: Json) -> Json:
-    """Return the `given` fields of a request that a chat has under the same names, with their values."""
+    """Return the fields of a request that need no translation: /v1/responses and /v1/messages name them as chats do."""
     return {name: given[name] for name in _SHARED if name in given}
 
 

@@ -185,9 +185,10 @@ class SchemeFormat(WeightFormat):
         self.scheme, self.name = scheme, scheme.name
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
-        """Return a dtype for integers in groups of consecutive columns with unquantised activations, else None.
+        """Return the element dtype that native kernels read, or None if they do not support the scheme.
 
-        Kernels support zero points only with 4 bits; minima are passed as zero points.
+        They support int4 and int8 with a scale per group of consecutive columns, and with activations that are neither
+        scaled nor quantised. With zero points, elements must have 4 bits (uint4); minima are passed as zero points.
         """
         native = {
             ("int4", False): jnp.int4,

@@ -18,7 +18,7 @@ _SLAB_SIZE = 64 << 10  # elements that each thread converts at once: they fit in
 
 @runtime_checkable
 class Row(TensorRow, Protocol):
-    """Properties of a tensor that a format reads."""
+    """Description of a model tensor for weight formats: a `TensorRow` with its sharding, use and precision."""
 
     @property
     def axes(self) -> tuple[str | None, ...]:

@@ -32,7 +32,7 @@ class Counterexample:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Agreement of outputs with the outputs from runs alone.
+    """Agreement of requests' outputs with the outputs of the same requests when each runs alone.
 
     Attributes:
         num_requests: number of compared requests.

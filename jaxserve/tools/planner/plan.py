@@ -192,7 +192,7 @@ def decode_bucket(schedule: ScheduleConfig) -> int:
 
 
 def _predicted(name: str, given: int | None, limit_name: str, limit: int) -> int:
-    """Return the given length or number of rows, by default `_TOKENS`; ConfigError if it exceeds the limit."""
+    """Return `given`, by default the smaller of `_TOKENS` and `limit`; ConfigError if it is not in [1, limit]."""
     if given is None:
         return min(_TOKENS, limit)
     if not 0 < given <= limit:

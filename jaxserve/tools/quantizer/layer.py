@@ -44,7 +44,7 @@ def _kind(arch: ArchConfig, layer: int) -> int:
 
 @partial(jax.jit, static_argnames=("arch", "kind"), donate_argnames="stats")
 def _add_stats(p: Params, x: Array, stats: Stats, *, arch: ArchConfig, kind: int) -> Stats:
-    """Return the statistics of `_apply` in one compiled program, which donates `stats`."""
+    """Call `_apply` as one compiled program, and return only its statistics; `stats` are donated."""
     return _apply(p, x, stats, arch, kind)[1]
 
 

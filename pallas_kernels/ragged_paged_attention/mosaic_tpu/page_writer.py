@@ -47,14 +47,15 @@ class PageWriter:
         )
 
     def _write_all(self, slabs: Ref, news: Ref, scales: Sequence[Any], read_sems: Ref, write_sems: Ref) -> None:
-        """Write all slabs, in allocated memory.
+        """Read, change and write back all slabs of `WorkPlan.writes`, through buffers that `run` has allocated.
 
         Args:
-            slabs: VMEM for slabs of the pool, `[slots, matrices, slab, columns]`.
-            news: VMEM for new vectors, f32 `[slots, matrices, slab + 8, columns]`.
-            scales: VMEM for a slab's scales and for new scales, `[slots, rows, 128]` each; empty without scales.
-            read_sems: semaphores, `[slots, 4]`.
-            write_sems: semaphores, `[slots, 2]`.
+            slabs: VMEM buffers for slabs read from the pool, `[slots, matrices, slab, columns]`.
+            news: VMEM buffers for new vectors, f32 `[slots, matrices, slab + 8, columns]`.
+            scales: VMEM buffers for the slabs' scales, then for new scales, `[slots, rows, 128]` each; empty if the
+                pool has no scales.
+            read_sems: semaphores for copies from HBM, `[slots, 4]`.
+            write_sems: semaphores for copies to HBM, `[slots, 2]`.
         """
 
         def reads(index: Scalar) -> Sequence[Any]:
