@@ -53,7 +53,7 @@ class PageMover:
         self._pool = runner.programs.lowering.abstract_state().kv_pages
         self._archive = self._open()
         self._tier = DiskTier(self._archive.keys, self._archive.num_slots)
-        self._num_unwritten = 0
+        self._num_gathered = self._num_written = 0  # pages; each number is written by one thread
         self._loading: dict[int, Move] = {}  # by key
         self._read: deque[tuple[Move, bytes | None]] = deque()  # loads for which the file was read; None if lost
         self._ended: list[EndedMoves] = []
@@ -93,14 +93,14 @@ class PageMover:
     def _store(self, moves: Sequence[Move]) -> None:
         """Dispatch the copies of some pages, and leave their writing to the I/O thread."""
         state = self._runner.state
-        if state is None or self._num_unwritten > MAX_UNWRITTEN_PAGES:
+        if state is None or self._num_gathered - self._num_written > MAX_UNWRITTEN_PAGES:
             self._stats.num_dropped_pages += len(moves)
             self._ended.append(EndedMoves([move.key for move in moves], ok=False))
             return
         contents = jax.tree.leaves(self._gather(state.kv_pages, self._page_ids(moves)))
         for leaf in contents:
             leaf.copy_to_host_async()
-        self._num_unwritten += len(moves)
+        self._num_gathered += len(moves)
         self._io.submit(self._write_pages, moves, contents)
         self._ended.append(EndedMoves([move.key for move in moves], ok=True))
 
@@ -109,13 +109,12 @@ class PageMover:
         ended, self._ended = self._ended, []
         read = [self._read.popleft() for _ in range(len(self._read))]
         read = [(move, page) for move, page in read if self._loading.pop(move.key, None) is not None]
-        whole = [(move, page) for move, page in read if page is not None]
+        whole = [(move, page) for move, page in read if page is not None and self._runner.state is not None]
         for batch in _batches(whole):
             self._load(batch)
-        for ok, moves in ((True, [move for move, _ in whole]), (False, [move for move, page in read if page is None])):
-            if moves:
-                ended.append(EndedMoves([move.key for move in moves], ok))
-        return ended
+        loaded = {move.key for move, _ in whole}
+        lost = [move.key for move, _ in read if move.key not in loaded]
+        return ended + [EndedMoves(keys, ok) for keys, ok in (([*loaded], True), (lost, False)) if keys]
 
     def _load(self, read: Sequence[tuple[Move, bytes]]) -> None:
         """Dispatch the copies of some pages to the pool."""
@@ -129,7 +128,7 @@ class PageMover:
             offset += num_bytes
         tree = jax.tree.unflatten(jax.tree.structure(self._pool), contents)
         state = self._runner.state
-        assert state is not None, "a state that sleeps waits for no pages"
+        assert state is not None, "pages for a state that sleeps are dropped"
         pool = self._scatter(state.kv_pages, self._page_ids([move for move, _ in read]), tree)
         self._runner.state = replace(state, kv_pages=pool)
         self._stats.num_loaded_pages += len(read)
@@ -178,7 +177,7 @@ class PageMover:
         except jax.errors.JaxRuntimeError as error:  # of the step that should have written the pages
             logger.debug("pages are not stored: %s", error)
         finally:
-            self._num_unwritten -= len(moves)
+            self._num_written += len(moves)
 
 
 def fingerprint(params: Params, lowering: Lowering) -> bytes:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -108,6 +109,31 @@ def test_another_engine_continues_conversations(open_engine: Callable[..., Drive
     stats = moved(second)
     assert stats.num_loaded_pages >= 6 * 32 // SIZES["page_size"]
     assert stats.num_dropped_pages == stats.num_corrupt_pages == 0
+
+
+def test_loads_of_an_aborted_request_end_while_the_engine_sleeps(open_engine: Callable[..., DrivenEngine]) -> None:
+    prompt = tokens(33, "asleep")
+    first = open_engine()
+    (expected,) = generate(first, [prompt], GREEDY)
+    first.close()
+    engine = open_engine()
+    engine.add_request("0", prompt, GREEDY)
+    engine.core.take_events()
+    replica, may_read = engine.replicas[0], threading.Event()
+    assert isinstance(replica.mover, PageMover)
+    replica.mover._io.submit(may_read.wait)
+    replica.launch(0.0)
+    assert replica.scheduler.num_waiting == 1, "it loads its pages"
+    engine.abort("0")
+    engine.sleep(1)
+    may_read.set()
+    moved(engine)
+    engine.settle()
+    assert engine.stats.num_loaded_pages == 0
+    engine.host.wake_up(None)
+    (output,) = generate(engine, [prompt], GREEDY)
+    assert_same(output, expected)
+    engine.check_integrity()
 
 
 def test_other_salts_layouts_and_weights_find_nothing(open_engine: Callable[..., DrivenEngine], llama: Path) -> None:

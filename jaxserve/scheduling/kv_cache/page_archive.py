@@ -7,7 +7,6 @@ changed since, fails its checksum when it is read. It is then dropped and counte
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import zlib
@@ -177,6 +176,8 @@ def _lock_first(directory: Path) -> int:
     Raises:
         OSError: it cannot be opened.
     """
+    import fcntl  # noqa: PLC0415 - Windows lacks it
+
     for index in range(_MAX_FILES):
         file = os.open(directory / f"pages-{index}.kv", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
