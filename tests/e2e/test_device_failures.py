@@ -28,7 +28,8 @@ pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="needs 
 def fail(arrays: Any) -> Any:
     """Return the arrays of a program whose custom call returns an error: each of them holds that error."""
     shape = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    zero = jax.ffi.ffi_call(native.LINEAR, shape)(*[jnp.zeros((1,))] * 7, eps=np.float32(0))[0, 0]
+    operands = [*[jnp.zeros((1,))] * 7, jnp.zeros(0, jnp.int32)]
+    zero = jax.ffi.ffi_call(native.LINEAR, shape)(*operands, eps=np.float32(0))[0, 0]
     return jax.tree.map(lambda x: x ^ (zero > 0) if x.dtype == bool else x + zero.astype(x.dtype), arrays)
 
 
