@@ -111,10 +111,11 @@ class Model:
     def can_leave_out_tokens(self) -> bool:
         """True if the last layers, after those that write keys and values, may skip tokens whose logits are not wanted.
 
-        That is so if nothing else reads their hidden states.
+        That is so if nothing else reads their hidden states. On accelerators nothing is skipped yet: the second variant
+        of the last layers takes temporaries there, and its gain has not been measured.
         """
         layer = self.arch.last_kv_layer
-        if layer is None or self.arch.token_axis is not None:
+        if layer is None or self.arch.token_axis is not None or self.backend not in ("native", "xla"):
             return False
         return self.observer is None or (self.feature_layers != () and max(self.feature_layers) <= layer)
 

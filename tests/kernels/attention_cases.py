@@ -132,7 +132,7 @@ class Case:
         T, Q, K, H = self.num_tokens, self.num_query_heads, self.num_kv_heads, self.head_dim
         page_table = self._page_table(rng)
         sinks = rng.normal(size=Q) if self.has_sinks else None
-        q, k, v = (_array(rng.normal(size=(T, heads, H)), self.dtype) for heads in (Q, K, K))
+        q, k, v = (rng.normal(size=(T, heads, H)) for heads in (Q, K, K))
         kv_pages = self._stored(self._pool(rng, page_table))
         rows = RaggedRows(
             kv_lens=self._pad_rows(rng, np.array(self.kv_lens)),
@@ -142,11 +142,11 @@ class Case:
         )
         if self.last_only:  # padding queries are any others
             last = [end - 1 for q_len, end in zip(self.q_lens, np.cumsum(self.q_lens), strict=True) if q_len]
-            q = jax.device_put(np.asarray(q)[np.resize(last, rows.kv_lens.size)])
+            q = q[np.resize(last, rows.kv_lens.size)]
         inputs = AttentionInputs(
-            q,
-            k,
-            v if self.rank is None else None,
+            _array(q, self.dtype),
+            _array(k, self.dtype),
+            _array(v, self.dtype) if self.rank is None else None,
             rows,
             rope=_array(self._rope(rng), jnp.float32) if self.has_rope else None,
             sinks=None if sinks is None else _array(sinks, jnp.float32),

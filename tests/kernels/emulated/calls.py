@@ -144,13 +144,18 @@ def read_product(machine: Machine, result: Any, num_matrices: int, *arrays: np.n
 
 
 def solve_linear(machine: Machine, result: Any, attributes: dict[str, Any], *operands: jax.Array) -> np.ndarray:
-    *of_product, norm, bias, residual = map(np.asarray, operands)
+    *of_product, norm, bias, residual, num_live = map(np.asarray, operands)
     machine.clear()
     problem = read_product(machine, result, 1, *of_product)
     problem.norm, problem.bias, problem.residual = map(machine.place, (norm, bias, residual))
     problem.eps = attributes["eps"]
-    run(machine, 0, problem)
-    return machine.read(problem.y, result.shape, np.dtype(np.float32))
+    live = min(max(int(num_live[0]), 0), len(of_product[0])) if num_live.size else len(of_product[0])
+    problem.num_tokens = live
+    if live:
+        run(machine, 0, problem)
+    y = machine.read(problem.y, result.shape, np.dtype(np.float32)).copy()
+    y[live:] = 0
+    return y
 
 
 def solve_grouped(machine: Machine, result: Any, attributes: dict[str, Any], *operands: jax.Array) -> np.ndarray:
