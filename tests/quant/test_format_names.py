@@ -13,7 +13,7 @@ from jaxserve.assembly.build import build_runners
 from jaxserve.assembly.generation_defaults import build_arch, resolve_quantization
 from jaxserve.assembly.parameters import storage_name
 from jaxserve.execution.programs import Programs
-from jaxserve.layers.weight_formats.stored import StoredMatrix
+from jaxserve.layers.weight_formats.stored_matrix import StoredMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import Params
 from jaxserve.tools.planner.plan import make_plan

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.layers.weight_formats.fp8 import FORMAT, rounded, scales
-from jaxserve.layers.weight_formats.stored import StoredMatrix
+from jaxserve.layers.weight_formats.stored_matrix import StoredMatrix
 from tests.checkpoints import reference_logits, write_checkpoint
 from tests.e2e.sizes import SIZES
 from tests.oracles import torch

@@ -12,7 +12,7 @@ import pytest
 from jaxserve import ConfigError, EngineConfig, weights
 from jaxserve.assembly.parameters import build_params
 from jaxserve.layers.weight_formats.packed import NativeMatrix
-from jaxserve.layers.weight_formats.stored import StoredMatrix
+from jaxserve.layers.weight_formats.stored_matrix import StoredMatrix
 from jaxserve.models import registry
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.weights.quantized import read_schemes

@@ -17,7 +17,8 @@ from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.weight_formats import packed, weight_format
 from jaxserve.layers.weight_formats.int8 import BlockMatrix
 from jaxserve.layers.weight_formats.packed import NativeMatrix
-from jaxserve.layers.weight_formats.stored import SchemeFormat, StoredMatrix
+from jaxserve.layers.weight_formats.stored import SchemeFormat
+from jaxserve.layers.weight_formats.stored_matrix import StoredMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes, matrix_transform
 from jaxserve.pallas_kernels import packed_linear

@@ -18,7 +18,7 @@ import jaxserve.tools.planner
 from jaxserve import LLM, weights
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.layers.weight_formats.packed import NativeMatrix
-from jaxserve.layers.weight_formats.stored import StoredMatrix
+from jaxserve.layers.weight_formats.stored_matrix import StoredMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes
 from jaxserve.pallas_kernels import packed_linear

@@ -21,7 +21,8 @@ from jaxserve import LLM, ConfigError, EngineConfig, weights
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.weight_formats.packed import NativeMatrix
-from jaxserve.layers.weight_formats.stored import SchemeFormat, StoredMatrix
+from jaxserve.layers.weight_formats.stored import SchemeFormat
+from jaxserve.layers.weight_formats.stored_matrix import StoredMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes
 from jaxserve.pallas_kernels import packed_linear

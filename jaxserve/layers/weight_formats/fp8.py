@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.layers.weight_formats.activations import E4M3_MAX
-from jaxserve.layers.weight_formats.stored import SchemeFormat, StoredMatrix
+from jaxserve.layers.weight_formats.stored import SchemeFormat
+from jaxserve.layers.weight_formats.stored_matrix import StoredMatrix
 from jaxserve.layers.weight_formats.weight_format import Leaf, Row, slab_rows
 from jaxserve.weights import Activation, Scheme, StoredTensor, host_buffer
 
