@@ -73,11 +73,11 @@ def __getattr__(name: str) -> object:
     """Import public names on first use: LLM imports jax, and the command line must start fast."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import gc  # noqa: PLC0415
-    from importlib import import_module  # noqa: PLC0415
+    import gc  # noqa: PLC0415 - here, it is no name of the package
+    from importlib import import_module  # noqa: PLC0415 - as above
 
     collects = gc.isenabled()
-    gc.disable()  # what modules make lasts: scanning it again and again takes a tenth of the time
+    gc.disable()  # objects that modules make last: scanning them again and again takes a tenth of the time
     try:
         return getattr(import_module(f"jaxserve.{_OTHER_MODULES.get(name, 'api.pooling_outputs')}"), name)
     finally:

@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
@@ -21,9 +22,9 @@ Entry = TypeVar("Entry", dict[int, Logprob], dict[int, Logprob] | None)
 class LazyEntries(Sequence[Entry], Generic[Entry]):
     """Sequence that equals a list of `dict[int, Logprob]`, but builds each entry on access."""
 
+    @abstractmethod
     def _read(self, position: int) -> Any:
         """Return the entry at a position from 0."""
-        raise NotImplementedError
 
     @overload
     def __getitem__(self, index: int) -> Entry: ...
@@ -40,7 +41,7 @@ class LazyEntries(Sequence[Entry], Generic[Entry]):
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]  # as of a list, which it equals
 
 
 class LogprobList(LazyEntries[Entry], Generic[Entry]):
