@@ -71,7 +71,7 @@ class GgufFile:
 
         Args:
             must: rule that the file breaks, after "must".
-            got: what the file has.
+            got: the value in the file.
             advice: remedy.
         """
         return CheckpointError(f"{self.path} must {must}, got {got}; {advice}")

@@ -119,7 +119,7 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
 
 
 def _draft_backend(config: EngineConfig, arch: ArchConfig, draft_arch: ArchConfig) -> str:
-    """Return the best attention backend for a draft model or layer, whose pool has the dtype of the pool of `arch`."""
+    """Return the best attention backend for a draft model or layer; its pool has the same dtype as `arch`'s pool."""
     plain = dataclasses.replace(config, attention_backend="auto")
     return select_backend(plain, draft_arch, pool_dtype(config, compute_dtype(config, arch)))
 

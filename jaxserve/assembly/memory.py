@@ -195,7 +195,7 @@ def tree_bytes(tree: Any) -> int:
 def _num_pages_that_fit(
     config: EngineConfig, arch: ArchConfig, page_size: int, page_bytes: int, devices: Sequence[Memory]
 ) -> int:
-    """Return the number of pages of `page_bytes` bytes for which every device has memory; ConfigError if none fits."""
+    """Return how many pages with `page_bytes` bytes fit in every device's memory; ConfigError if none fits."""
     if jax.default_backend() == "cpu":
         budget = cpu_pool_bytes(config, arch, page_size, page_bytes)
     else:

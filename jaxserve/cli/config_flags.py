@@ -69,7 +69,7 @@ class _AddValues(argparse.Action):
 
 
 def flag_that_may_hold_path(args: argparse.Namespace) -> str | None:
-    """Return the first flag that took several values, the last of which may be a path; None if there is none."""
+    """Return the first flag that took several values, if the last value may be a path; None if there is none."""
     for name, (*others, last) in getattr(args, "uses", ()):
         if others and (os.path.exists(last) or ("/" in last and "://" not in last)):
             return str(name)

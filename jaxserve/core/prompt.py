@@ -28,7 +28,7 @@ def read_prompt(
         prompt: prompt as given by the user.
         cache_salt: salt for a prompt without its own.
         tokenizer: None if prompts must be token ids.
-        max_tokens: maximum number of tokens, of which the last ones are kept; None for all.
+        max_tokens: maximum number of tokens; of more, the last ones are kept. None for all.
         keeps_first: True to keep the first ones instead.
 
     Raises:
@@ -95,7 +95,7 @@ def prompt_too_long(
 
 
 def _read_token_ids(content: object) -> TokenIds:
-    """Return a list or array of token ids as a list of ints; RequestError for anything else."""
+    """Convert a list or array with token ids to a list of ints; RequestError for anything else."""
     if callable(to_list := getattr(content, "tolist", None)):  # numpy, torch, jax and Python arrays
         content = to_list()
     if not isinstance(content, Sequence) or isinstance(content, bytes):

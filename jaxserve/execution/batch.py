@@ -92,8 +92,8 @@ class BlobLayout:
     def unpack(self, blob: Int[Array, " words"]) -> dict[str, Any]:
         """Return the fields of a blob on the device, by name.
 
-        Field PAGES becomes `new_pages`, each row of which is sliced from the blob: from a matrix, XLA would read all
-        rows for each of them.
+        Field PAGES becomes `new_pages`. Each row is sliced from the blob, because XLA would read all rows of a matrix
+        for each of them.
         """
         found: dict[str, Any] = {}
         for name, where, shape in self.slices:

@@ -263,7 +263,7 @@ class Lowering:
     def _trace(
         self, program: Callable[..., Any], args: tuple[Any, ...], *, donated: int | None, options: Options | None = None
     ) -> jax.stages.Lowered:
-        """Trace and lower a program with `args`, at most one of which is donated."""
+        """Trace and lower a program with `args`, at most one of them donated."""
         donate_argnums = () if donated is None else (donated,)
         if self.chip is not None:
             return self.chip.lower(program, args, donate_argnums, self.mesh, options)

@@ -238,7 +238,7 @@ def _next_id(request: Request, position: int) -> int:
 
 
 def _padded(values: list[Any], size: int, fill: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return `values` as an array of `size` elements, the rest of which are `fill`."""
+    """Return `values` as an array with `size` elements, filled up with `fill`."""
     row = np.full(size, fill, dtype)
     row[: len(values)] = values
     return row

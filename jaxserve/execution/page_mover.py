@@ -3,9 +3,9 @@
     store: pool --gather on the device--> copy --I/O thread--> file     the page is free once the gather is dispatched
     load:  file --I/O thread--> host memory --scatter on the device--> pool
 
-The device runs programs in the order of their dispatch: a gather reads what earlier steps wrote, and later steps see
-what a scatter wrote. The I/O thread works in the order of requests, so a page can be loaded once its store was
-requested.
+The device runs programs in dispatch order: a gather reads pages after the earlier steps have written them, and later
+steps read the pages after a scatter. The I/O thread works in the order of requests, so a page can be loaded once its
+store was requested.
 """
 
 from __future__ import annotations

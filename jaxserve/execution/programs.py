@@ -227,7 +227,7 @@ class Programs:
 
 
 def compile_order(shapes: Shapes, compile_ahead: str, max_num_seqs: int) -> list[list[StepShape]]:
-    """Return batches of shapes in the order of compilation; requests wait only for the first batch.
+    """Return step shapes in batches, in compilation order; requests wait only for the first batch.
 
     Args:
         shapes: all shapes; batches may repeat some.

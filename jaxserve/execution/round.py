@@ -305,7 +305,7 @@ def step_logprobs(
 
     Args:
         params: the model's parameters.
-        batch: inputs of the step, which specify what is wanted.
+        batch: step inputs, which specify the wanted outputs.
         rows: rows of the round.
         tokens: tokens of the round.
         logits: each row's last logits.

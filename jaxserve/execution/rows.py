@@ -149,7 +149,7 @@ def num_draftable(sequences: Sequences, rows: Rows) -> Int[Array, " R"]:
 
 
 def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Lengths, Array]:
-    """Find the row of each of `num_tokens` tokens on the token axis.
+    """Find each token's row on the token axis, for `num_tokens` tokens.
 
     Returns, per token: its row, its offset in the row, its sequence's lengths before it, and whether it is no padding.
     """

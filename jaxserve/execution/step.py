@@ -151,7 +151,7 @@ def step_options(device_kind: str) -> dict[str, str | bool]:
 
 
 def _append(sampled: Int[Array, "R columns"], new: Int[Array, "R 2"], index: Int[Array, ""]) -> Int[Array, "R columns"]:
-    """Return a step's tokens with those of round `index`: column 0 has token counts, column 1 + i the ids of round i.
+    """Return a step's tokens with the tokens of round `index`: column 0 has token counts, column 1 + i round i's ids.
 
     Args:
         sampled: tokens of the earlier rounds.

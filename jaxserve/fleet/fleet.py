@@ -186,7 +186,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """The fleet's record of an actor: its jobs, and what it is sent with the next call."""
+    """The fleet's record of an actor: its jobs, and the items for its next call."""
 
     index: int
     ready: bool = False

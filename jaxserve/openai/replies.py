@@ -323,7 +323,7 @@ class Reply(AnyReply):
 
         Args:
             index: index of the choice.
-            token_ids: the tokens, those of an echoed prompt first.
+            token_ids: the tokens, an echoed prompt's first.
             tables: log probabilities by token id, one table per token; None for a prompt's first token.
             prompt_offsets: text offsets of an echoed prompt's tokens.
         """

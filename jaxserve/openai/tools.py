@@ -43,7 +43,7 @@ class Tools:
 
     Attributes:
         given: all tools as in the body; templates show them to the model.
-        functions: functions that the message may call: all, those of `allowed_tools`, or the named one.
+        functions: functions that the message may call: all, the ones in `allowed_tools`, or the named one.
         choice: "none", "auto", "required" or "named".
         is_parallel: True if a message may have several calls.
     """

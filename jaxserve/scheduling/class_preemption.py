@@ -56,7 +56,7 @@ def preempt_lower_classes(ledger: Ledger, policy: Policy, plan: StepPlan) -> Non
 
 
 class _ClassCapacity:
-    """Slots and pages that waiting requests in one class can get, free ones and those of rows in lower classes.
+    """Slots and pages that waiting requests in one class can get: free ones, and the rows of lower classes.
 
     All rows are counted once per class; each preemption then updates the counts.
 

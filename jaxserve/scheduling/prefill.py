@@ -31,7 +31,7 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 class PrefillPlanner:
-    """Planner of prompts: those between two chunks, and those of requests that start.
+    """Planner of prompts: unfinished ones between two chunks, and prompts of requests that start.
 
     Args:
         policy: policy that sizes chunks.

@@ -248,7 +248,7 @@ class StartPlanner:
         Args:
             request: waiting request.
             cached: pages of its cached prefix.
-            copied: partly filled pages, one per KV group, of which it gets copies after the cached pages; or none.
+            copied: partly filled pages, one per KV group; it gets copies of them after the cached pages. Or none.
             num_kept: number of pages that must stay free.
             plan: plan to add to.
         """

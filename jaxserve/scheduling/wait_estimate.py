@@ -317,7 +317,7 @@ class _Simulation:
         self._begin_prefill(row)
 
     def _begin_prefill(self, row: _Row) -> None:
-        """Add a row to those with unfinished prompts."""
+        """Add a row to the rows with unfinished prompts."""
         if self._long is None and row.prompt > self._sizes.long_threshold:
             self._long = row
         else:

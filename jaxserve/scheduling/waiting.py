@@ -121,7 +121,7 @@ class _PriorityClass:
         """Raise the counter of a tenant without waiting requests to the smallest counter among waiting tenants.
 
         This removes the credit of the time in which it asked for nothing. If no tenant waits, the counter is raised to
-        that of the tenant that left the queue last.
+        the last counter of the tenant that left the queue last.
         """
         if self.num_active > 1:
             tenant.settle()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def listen(config: ServerConfig) -> socket.socket:
     """Return a socket bound to the address that the options specify; ConfigError if it is taken.
 
-    A Unix socket that an ended server has left behind is replaced.
+    A Unix socket that an ended server has left is replaced.
     """
     address: str | tuple[str, int]
     if config.uds is not None:

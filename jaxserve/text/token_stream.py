@@ -54,7 +54,7 @@ class ByteTable:
     def from_backend(cls, backend: tokenizers.Tokenizer) -> "ByteTable | None":
         """Return a tokenizer's table; None if its decoder does more than concatenate bytes.
 
-        Byte-level tokenizers (GPT-2, Llama 3, Qwen) and those with byte fallback (Llama 2, Mistral, Gemma) have one.
+        Tokenizers that are byte-level (GPT-2, Llama 3, Qwen) or fall back to bytes (Llama 2, Mistral, Gemma) have one.
         """
         match json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None:
             case {"type": "ByteLevel"}:

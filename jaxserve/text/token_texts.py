@@ -110,7 +110,7 @@ def _begins(pieces: Sequence[str]) -> list[int]:
 
 
 def _last(token_ids: Sequence[int], known: Sequence[int], offsets: Sequence[int]) -> list[int]:
-    """Return offsets for `token_ids`, whose last tokens are those of `known` with their `offsets`.
+    """Return offsets for `token_ids`, which end with the tokens `known`, whose `offsets` are given.
 
     Tokens before those get the first offset.
     """

@@ -38,7 +38,7 @@ def plan_visits(
         num_rows: number of x rows.
         tile_rows: x rows per tile.
         alignment: number of rows that divides each tile's first row. If it is `tile_rows`, neighbouring groups visit
-            the tile that contains rows of both. If it is smaller, each group has its own tiles, the first of which
+            the tile that contains rows of both. If it is smaller, each group has its own tiles; the first one
             starts less than `alignment` rows before the group.
     """
     G = group_sizes.shape[0]

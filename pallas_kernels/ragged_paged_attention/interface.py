@@ -92,7 +92,7 @@ class AttentionInputs(NamedTuple):
     def rotated(self, *, last_only: bool = False) -> AttentionInputs:
         """Return the inputs with RoPE applied to queries and keys (float32), and without `rope`.
 
-        With `last_only`, queries are those of the last tokens.
+        With `last_only`, there are queries only for the last tokens.
         """
         if (rope := self.rope) is None:
             return self

@@ -73,7 +73,7 @@ def test_dtype_of_weights_and_activations(llama: Path, asked: str, stored: str, 
 @pytest.mark.skipif(packed_linear.unsupported("float32", "cpu") is not None, reason="needs the native kernels")
 @pytest.mark.parametrize("stored", mainly(["bfloat16"], "float16"))
 def test_a_cpu_keeps_16_bit_matrices(tmp_path: Path, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens are those of the same weights in float32; so are log probabilities, to the last bit without AMX tiles.
+    """Tokens equal the same weights' tokens in float32; so do log probabilities, to the last bit without AMX tiles.
 
     The tiles add the same products in another order.
     """

@@ -1,6 +1,6 @@
 """Steps in which the last layers compute only each row's last token, against steps that compute all tokens.
 
-The rows' logits, keys, values, recurrent states and what later steps compute are the same.
+The rows' logits, keys, values, recurrent states and later steps are the same.
 """
 
 import dataclasses

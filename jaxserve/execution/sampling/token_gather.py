@@ -121,7 +121,7 @@ def plain_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
 
 
 def _argmax_by_reductions(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
-    """Compute `first_argmax` by two reductions, of values and of ids.
+    """Compute `first_argmax` by two reductions, over values, then over ids.
 
     XLA vectorises both on CPUs, but not an argmax over pairs of value and id, which takes 3 times as long.
     """

@@ -97,7 +97,7 @@ class VocabSplit:
         return jnp.minimum(jnp.take_along_axis(pairs[:, 1], best, axis=0)[0], self.vocab_size - 1)
 
     def _by_rows(self, compute: Callable[[Array, Any], Any], logits: Float[Array, "R part"], rows: Any) -> Any:
-        """Return `compute(whole logits, rows)`, of which each device computes a part of the rows.
+        """Return `compute(whole logits, rows)`; each device computes it for a part of the rows.
 
         Devices exchange logits, so that each has the whole vocabulary for its rows, and finally the results.
 

@@ -72,7 +72,7 @@ class DiskTier:
         self._requested = Requested(True, [], self._requested.moves)
 
     def restart(self) -> None:
-        """Forget all moves; what the file holds does not depend on the device."""
+        """Forget all moves; the content of the file does not depend on the device."""
         self._sources.clear()
         self._storing.clear()
         self._requested.moves.clear()

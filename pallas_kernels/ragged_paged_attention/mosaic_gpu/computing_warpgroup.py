@@ -74,7 +74,7 @@ class ComputingWarpgroup(Warpgroup):
         lax.fori_loop(*self.items, compute_item, i32(0))
 
     def _attend_item(self, item: WorkItem, block_count: Scalar) -> Softmax:
-        """Return the softmax state after all key blocks of a work item, of which only some need a mask.
+        """Return the softmax state after all key blocks of a work item; only some blocks need a mask.
 
         Args:
             item: work item.

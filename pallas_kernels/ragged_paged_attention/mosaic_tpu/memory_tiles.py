@@ -106,7 +106,7 @@ def slab_tokens(kv_dtype: jnp.dtype) -> int:
 def scale_rows(num_vectors: int) -> int:
     """Return how many rows with 128 scales each hold the scales for 32 tokens, `num_vectors` per token.
 
-    It is padded to what a copy can address: each 32-bit word in a memory tile has 16-bit elements from two rows.
+    It is padded to sizes that a copy can address: each 32-bit word in a memory tile has 16-bit elements from two rows.
     """
     rows = max(2, -(-num_vectors // SCALE_HEADS))
     return 1 << (rows - 1).bit_length() if rows < SUBLANES else round_up(rows, SUBLANES)
