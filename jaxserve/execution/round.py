@@ -34,6 +34,7 @@ from jaxserve.layers.token_exchange import all_tokens
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
+from jaxserve.pallas_kernels.target import target_platform
 
 if TYPE_CHECKING:
     from jaxserve.execution.proposer import Observer
@@ -111,11 +112,12 @@ class Model:
     def can_leave_out_tokens(self) -> bool:
         """True if the last layers, after those that write keys and values, may skip tokens whose logits are not wanted.
 
-        That is so if nothing else reads their hidden states. On accelerators nothing is skipped yet: the second variant
-        of the last layers takes temporaries there, and its gain has not been measured.
+        That is so if nothing else reads their hidden states. On accelerators, and with their kernels interpreted,
+        nothing is skipped yet: the second variant of the last layers takes temporaries there, and its gain has not been
+        measured.
         """
-        layer = self.arch.last_kv_layer
-        if layer is None or self.arch.token_axis is not None or self.backend not in ("native", "xla"):
+        layer, is_cpu = self.arch.last_kv_layer, target_platform() == "cpu" and self.backend in ("native", "xla")
+        if layer is None or self.arch.token_axis is not None or not is_cpu:
             return False
         return self.observer is None or (self.feature_layers != () and max(self.feature_layers) <= layer)
 

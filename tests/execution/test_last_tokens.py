@@ -14,6 +14,7 @@ from checkpoints import FAMILIES, VARIED, hf_dict
 from jaxtyping import Array
 
 from jaxserve import weights
+from jaxserve.execution import round as round_module
 from jaxserve.execution.lowering import known_options
 from jaxserve.execution.round import Model, run_model
 from jaxserve.execution.rows import Rows, Tokens, place_tokens
@@ -108,3 +109,10 @@ def test_experts_of_the_last_layers_count_all_tokens() -> None:
     session.step(STEPS[0], np.zeros(T, np.int32))
     assert arch.experts is not None
     np.testing.assert_array_equal(session.state.expert_tokens.sum(1), sum(STEPS[0]) * arch.experts.per_token)
+
+
+def test_only_cpus_leave_out_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model.from_arch(registry.from_hf_config(hf_dict("llama")), backend="xla")
+    assert model.can_leave_out_tokens
+    monkeypatch.setattr(round_module, "target_platform", lambda: "gpu")  # its attention may be XLA's too
+    assert not model.can_leave_out_tokens
