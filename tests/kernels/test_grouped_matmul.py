@@ -113,12 +113,18 @@ def test_a_row_is_the_same_in_any_company(gated):
 @needs_native
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_weights_are_read_exactly(dtype):
+    sizes = np.array([2, 0, 28], np.int32)
+    weight = np.asarray(jnp.asarray(normal(3, 32, 64), dtype).astype(jnp.float32))
+    for start in range(0, 64, 2):  # sums with one term
+        unit = np.eye(64, dtype=np.float32)[np.arange(start, start + 30) % 64]
+        y = product(unit, pack(jnp.asarray(weight, dtype)), sizes)
+        np.testing.assert_array_equal(y, expected(unit, weight, sizes))
     rng = np.random.default_rng(0)  # sums of integers are exact in any order
     weight, x = (
         rng.integers(-255, 256, (3, 32, 64)).astype(np.float32),
         rng.integers(-99, 100, (30, 64)).astype(np.float32),
     )
-    half, sizes = pack(jnp.asarray(weight, dtype)), np.array([2, 0, 28], np.int32)
+    half = pack(jnp.asarray(weight, dtype))
     np.testing.assert_array_equal(product(x, half, sizes), multiply("native", weight, x, sizes))
 
 
