@@ -32,7 +32,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from baselines.checkpoint import SHAPES, make_checkpoint
-from baselines.limit import least_work
+from baselines.limit import Work, least_work
 from baselines.process import Worker
 from baselines.registry import ENGINES, find_python, worker_command, worker_environment
 from baselines.rounds import Contest, Record, summarise
@@ -56,6 +56,7 @@ def main() -> None:
         if args.make and not (args.checkpoint / "config.json").exists():
             _say(f"{args.checkpoint}: {make_checkpoint(args.make, args.checkpoint):,} parameters")
         vocab_size = _vocab_size(args.checkpoint)
+        works = _works(args.checkpoint, workloads)
         if args.json and not args.json.absolute().parent.is_dir():
             raise ConfigError(f"json must be a file in a directory that exists, got {args.json}")
     except ConfigError as error:
@@ -68,7 +69,8 @@ def main() -> None:
         for workload in workloads:
             contest.run(workload, args.rounds)
     summary = summarise(contest.runs)
-    limits = _limits(args.checkpoint, workloads)
+    rates = device_peak_rates(jnp.dtype("float32"))  # measured when the engines have ended
+    limits = {name: work.seconds(rates) for name, work in works.items()}
     for row in summary:
         row["limit_share"] = limits[row["workload"]] / row["wall_s"]
     report = {
@@ -99,11 +101,10 @@ def _vocab_size(checkpoint: Path) -> int:
         raise ConfigError(f"{file} must be a JSON object with a vocab_size, but: {error!r}") from error
 
 
-def _limits(checkpoint: Path, workloads: Sequence[Workload]) -> dict[str, float]:
-    """Return each workload's arithmetic limit in seconds, in float32 on this machine."""
+def _works(checkpoint: Path, workloads: Sequence[Workload]) -> dict[str, Work]:
+    """Return each workload's least work; ConfigError if jaxserve does not support the model."""
     arch = registry.from_hf_config(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
-    rates = device_peak_rates(jnp.dtype("float32"))
-    return {workload.name: least_work(workload, arch).seconds(rates) for workload in workloads}
+    return {workload.name: least_work(workload, arch) for workload in workloads}
 
 
 def _parse() -> argparse.Namespace:

@@ -14,10 +14,13 @@ _FLOAT_BYTES = 4  # the engines compute and store keys and values in float32
 
 @dataclass(frozen=True)
 class Work:
-    """Work that no engine can avoid without approximations.
+    """Work of a model that computes each distinct token in all layers.
+
+    It is what an engine cannot avoid without approximations, except in the last layer, which may skip all but keys and
+    values for tokens that are not sampled: for long prompts, up to one layer's part.
 
     Attributes:
-        flops: FLOPs for all distinct tokens in all layers; shared prefixes are computed once.
+        flops: FLOPs; shared prefixes are computed once.
         num_bytes: bytes read: the weights once per output token in the longest request, as all requests may be batched,
             and keys and values by decoding rows.
     """
