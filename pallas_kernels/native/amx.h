@@ -77,11 +77,31 @@ class TileShapes {
   int64_t rows_ = 0;
 };
 
-// Tokens in tiles of 16, the last may have fewer: packed as [chunks, terms, rows, 32].
-class TermTokens {
+// Tokens of a product in tiles of 16, the last may have fewer.
+class TileTokens {
+ public:
+  static constexpr int64_t kTaskTokens = 128;  // packed tokens are more bytes than weights: few tokens and many panels
+
+  int64_t num_tiles() const { return (p_.num_tokens + kTileRows - 1) / kTileRows; }
+  int64_t panels_at_once() const { return kTilePanels; }
+  int64_t rows(int64_t tile) const { return std::min(p_.num_tokens - tile * kTileRows, kTileRows); }
+
+ protected:
+  explicit TileTokens(const LinearProblem& p) : p_(p) {}
+
+  // Call pack(tile) for all tiles, on several threads if there are many inputs.
+  template <typename Pack>
+  void pack_all(Executor& executor, const Pack& pack) const {
+    Tiles(p_.num_tokens, kTileRows).pack_all(executor, p_.num_inputs, pack);
+  }
+
+  const LinearProblem& p_;
+};
+
+// Tokens packed as terms: each tile as [chunks, terms, rows, 32].
+class TermTokens : public TileTokens {
  public:
   using Format = Floats<BFloat16>;
-  static constexpr int64_t kTaskTokens = 128;  // terms are more bytes than weights: few tokens and many panels
 
   static int64_t num_chunks(const LinearProblem& p) { return (p.num_inputs + kTileColumns - 1) / kTileColumns; }
   static int64_t size(const LinearProblem& p) {  // and a line to align them
@@ -89,16 +109,9 @@ class TermTokens {
   }
 
   TermTokens(Executor& executor, const LinearProblem& p, float* buffer)
-      : p_(p), num_chunks_(num_chunks(p)), terms_(aligned<uint16_t>(buffer)) {
-    const bool serial = p.num_tokens * p.num_inputs < kSerialProducts;
-    parallel_for(executor, serial ? 1 : num_tiles(), [&](int64_t task) {
-      for (int64_t i = task; i < (serial ? num_tiles() : task + 1); ++i) pack(i);
-    });
+      : TileTokens(p), num_chunks_(num_chunks(p)), terms_(aligned<uint16_t>(buffer)) {
+    pack_all(executor, [&](int64_t tile) { pack(tile); });
   }
-
-  int64_t num_tiles() const { return (p_.num_tokens + kTileRows - 1) / kTileRows; }
-  int64_t panels_at_once() const { return kTilePanels; }
-  int64_t rows(int64_t tile) const { return std::min(p_.num_tokens - tile * kTileRows, kTileRows); }
 
   // Return the terms of a tile from a chunk on.
   const uint16_t* at(int64_t tile, int64_t chunk) const {
@@ -140,7 +153,6 @@ class TermTokens {
 
   static constexpr int32_t kTermBits = -(1 << 16);
 
-  const LinearProblem& p_;
   int64_t num_chunks_;
   uint16_t* terms_;
 };

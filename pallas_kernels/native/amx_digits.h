@@ -20,13 +20,12 @@ inline NATIVE_INLINE void multiply_bytes() {
   asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Inputs), "i"(Weights));
 }
 
-// Tokens in tiles of 16, the last may have fewer: digits as [blocks, parts, kDigits, rows, 16], a part being 16 chunks,
-// and the blocks as [blocks, rows].
+// Tokens packed as digits: each tile as [blocks, parts, kDigits, rows, 16], a part being 16 chunks, and its blocks as
+// [blocks, rows].
 template <typename WeightFormat>
-class TileDigits {
+class TileDigits : public TileTokens {
  public:
   using Format = WeightFormat;
-  static constexpr int64_t kTaskTokens = TermTokens::kTaskTokens;
 
   static int64_t num_parts(const DigitGroups<Format>& groups) {
     return (groups.words_of(0) * Format::kChunks + kTileRows - 1) / kTileRows;
@@ -38,14 +37,11 @@ class TileDigits {
   }
 
   TileDigits(Executor& executor, const LinearProblem& p, float* buffer)
-      : p_(p), groups_(p), parts_(num_parts(groups_)), digits_(TermTokens::aligned<int32_t>(buffer)) {
+      : TileTokens(p), groups_(p), parts_(num_parts(groups_)), digits_(TermTokens::aligned<int32_t>(buffer)) {
     blocks_ = reinterpret_cast<DigitBlock*>(digits_ + p.num_tokens * groups_.num_blocks() * row_words());
-    parallel_for(executor, num_tiles(), [&](int64_t tile) { pack(tile); });
+    pack_all(executor, [&](int64_t tile) { pack(tile); });
   }
 
-  int64_t num_tiles() const { return (p_.num_tokens + kTileRows - 1) / kTileRows; }
-  int64_t panels_at_once() const { return kTilePanels; }
-  int64_t rows(int64_t tile) const { return std::min(p_.num_tokens - tile * kTileRows, kTileRows); }
   int64_t parts() const { return parts_; }
 
   const int32_t* digits(int64_t tile, int64_t block) const {
@@ -84,7 +80,6 @@ class TileDigits {
     }
   }
 
-  const LinearProblem& p_;
   DigitGroups<Format> groups_;
   int64_t parts_;
   int32_t* digits_;

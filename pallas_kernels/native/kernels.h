@@ -78,7 +78,8 @@ struct AttentionProblem {
   int64_t num_query_heads, num_kv_heads, head_dim, value_dim;  // value_dim is head_dim without latents
   float scale, soft_cap;  // soft_cap 0 for none
   int64_t window;         // 0 for none
-  int64_t max_queries;    // most new tokens of a row that attends, others have no outputs; 0 for all
+  int64_t max_queries;    // most new tokens of a row that attends, others have no outputs; 0 for all; if it is -1, only
+                          // the last new token of each row attends
 };
 
 struct Kernels {
