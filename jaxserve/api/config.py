@@ -310,6 +310,11 @@ def _check_combinations(config: EngineConfig) -> None:
 
 def _check_tiers(config: EngineConfig) -> None:
     if config.kv_offloading_path is None:
+        if config.kv_offloading_disk_size != EngineConfig.kv_offloading_disk_size:
+            raise ConfigError(
+                "kv_offloading_disk_size needs kv_offloading_path, the directory of the pages, got only "
+                f"{config.kv_offloading_disk_size}; drop it, or name a directory"
+            )
         return
     method = None if config.speculation is None else config.speculation.method
     for name, value, needed in (

@@ -46,8 +46,9 @@ ANY_VALUE: Mapping[str, str] = {
         "prefix_caching_hash_algo mamba_block_size mamba_cache_mode enable_mamba_shared_prefix_checkpoint "
         "replayssm_buffer_len use_replayssm swa_bounded_replay"
     ),
-    "weights and pages stay on the device": (
-        "offload_backend offload_group_size offload_num_in_group offload_prefetch_step kv_offloading_backend "
+    "kv_offloading_path names the directory of pages on disk": "kv_offloading_backend",
+    "weights stay on the device": (
+        "offload_backend offload_group_size offload_num_in_group offload_prefetch_step "
         "sleep_mode_backend sleep_mode_offload_cudagraph enable_cumem_allocator"
     ),
     "a prompt starts when the pages of its next tokens are free": "scheduler_reserve_full_isl",
@@ -121,7 +122,7 @@ UNSUPPORTED: Sequence[Row] = (
     ),
     ("a step is one batch; step_ahead overlaps it with the host", (False, None, 0), "enable_dbo ubatch_size"),
     ("all weights stay on the device", (*UNSET, set()), "cpu_offload_params offload_params"),
-    ("the KV cache is not offloaded", (None, 0), "kv_offloading_size"),
+    ("pages are kept on disk, not in host memory: kv_offloading_path", (None, 0), "kv_offloading_size"),
     ("cached pages are evicted when they are needed", (None, 0), "prefix_cache_retention_interval prefix_match_unit"),
     ("all layers have kv_cache_dtype", UNSET, "kv_cache_dtype_skip_layers"),
     ("all layers compute a prompt", OFF, "kv_sharing_fast_prefill"),

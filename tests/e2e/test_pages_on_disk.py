@@ -206,6 +206,10 @@ def test_full_and_failing_disks_cost_time_only(
         ({"event_log": "log"}, "event_log must be None with kv_offloading_path"),
         ({"kv_offloading_disk_size": 1e-6}, "must be at least one page of"),
         ({"kv_offloading_disk_size": 0}, "kv_offloading_disk_size must be"),
+        (
+            {"kv_offloading_path": None, "kv_offloading_disk_size": 1},
+            "kv_offloading_disk_size needs kv_offloading_path",
+        ),
         ({"kv_offloading_path": "/dev/null/pages"}, "must be a directory that can be written"),
         ({"speculative_config": {"method": "draft_model", "model": "x"}}, "speculative_config must be 'ngram'"),
     ],
