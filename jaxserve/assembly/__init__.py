@@ -1,1 +1,1 @@
-"""Assembly: builds an engine from a checkpoint and its configuration; the only package that imports all others."""
+"""Assembly: builds an engine from a checkpoint and its configuration."""

@@ -1,1 +1,1 @@
-"""OpenAI's batch files."""
+"""Bodies of requests and replies in OpenAI's and Anthropic's formats, and batch files."""
