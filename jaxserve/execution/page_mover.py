@@ -79,6 +79,7 @@ class PageMover:
     def start_moves(self) -> None:
         """Start the moves that the scheduler has requested; call it after the step that was planned meanwhile."""
         requested = self._tier.take_requested()
+        self._end(requested.forgotten, ok=False)
         if requested.is_cleared:
             self._io.submit(self._clear_archive)
         if requested.evicted:
@@ -95,14 +96,19 @@ class PageMover:
         state = self._runner.state
         if state is None or self._num_gathered - self._num_written > MAX_UNWRITTEN_PAGES:
             self._stats.num_dropped_pages += len(moves)
-            self._ended.append(EndedMoves([move.key for move in moves], ok=False))
+            self._end(moves, ok=False)
             return
         contents = jax.tree.leaves(self._gather(state.kv_pages, self._page_ids(moves)))
         for leaf in contents:
             leaf.copy_to_host_async()
         self._num_gathered += len(moves)
         self._io.submit(self._write_pages, moves, contents)
-        self._ended.append(EndedMoves([move.key for move in moves], ok=True))
+        self._end(moves, ok=True)
+
+    def _end(self, moves: Sequence[Move], *, ok: bool) -> None:
+        """Report the end of some moves to `take_ended`."""
+        if moves:
+            self._ended.append(EndedMoves([move.key for move in moves], ok))
 
     def take_ended(self) -> list[EndedMoves]:
         """Return the moves that have ended since the last call, after dispatching the copies of loaded pages."""

@@ -19,7 +19,8 @@ from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.execution.page_mover import PageMover
 from jaxserve.scheduling.kv_cache import page_archive
-from tests.e2e.sizes import SIZES
+from tests import checkpoints
+from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, tokens
 from tests.e2e.workloads import run as run_all
 from tests.parameters import mainly
@@ -41,11 +42,19 @@ def open_engine(llama: Path, tmp_path: Path) -> Iterator[Callable[..., DrivenEng
 
         def open_engine(**options: Any) -> DrivenEngine:
             own = {"skip_tokenizer_init": True, "kv_offloading_path": str(tmp_path)}
-            engine = DrivenEngine(EngineConfig(str(llama), **{**own, **SIZES, **options}))
+            engine = DrivenEngine(EngineConfig(**{"model": str(llama), **own, **SIZES, **options}))
             stack.callback(engine.close)
             return engine
 
         yield open_engine
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the model of `llama` with other weights."""
+    path = tmp_path_factory.mktemp("other")
+    checkpoints.write_checkpoint(path, "llama", seed=1, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
+    return str(path)
 
 
 def moved(engine: DrivenEngine) -> EngineStats:
@@ -160,6 +169,21 @@ def test_other_salts_layouts_and_weights_find_nothing(open_engine: Callable[...,
     output = run(engine)
     assert output.num_cached_tokens == 0  # the engine forgets all pages with its weights
     assert_same(output, first)
+
+
+def test_pages_in_use_do_not_outlive_their_weights(open_engine: Callable[..., DrivenEngine], other: str) -> None:
+    """The end of a request stores its pages; new weights that cause the end forget them first."""
+    prompt = tokens(33, "in use")
+    engine = open_engine()
+    output = engine.add_request("0", prompt, GREEDY)
+    while not output.outputs[0].token_ids:
+        engine.step()
+    engine.update_weights(other, running="restart")
+    engine.abort("0")
+    engine.close()
+    engine = open_engine(model=other)
+    (output,) = generate(engine, [prompt], GREEDY)
+    assert output.num_cached_tokens == 0
 
 
 def test_damaged_file_costs_time_only(open_engine: Callable[..., DrivenEngine], tmp_path: Path) -> None:

@@ -14,11 +14,13 @@ class Requested(NamedTuple):
     """Work for the file and the device, in order.
 
     Attributes:
+        forgotten: moves that end without a copy, because their content was forgotten before they started.
         is_cleared: all content before it is forgotten.
         evicted: pages to delete first.
         moves: pages to copy.
     """
 
+    forgotten: list[Move]
     is_cleared: bool
     evicted: list[PageKey]
     moves: list[Move]
@@ -37,7 +39,7 @@ class DiskTier:
         self._stored: OrderedDict[PageKey, int | None] = OrderedDict.fromkeys(keys)  # move that stored each page
         self._sources: dict[int, int | None] = {}  # of each load: the move that stored its page
         self._storing: set[int] = set()
-        self._requested = Requested(False, [], [])
+        self._requested = Requested([], False, [], [])
 
     def has(self, group: int, page_hash: bytes) -> bool:
         return (group, page_hash) in self._stored
@@ -69,15 +71,17 @@ class DiskTier:
 
     def clear(self) -> None:
         self._stored.clear()
-        self._requested = Requested(True, [], self._requested.moves)
+        forgotten = self._requested.forgotten + self._requested.moves
+        self._requested = Requested(forgotten, True, [], [])
 
     def restart(self) -> None:
         """Forget all moves; the content of the file does not depend on the device."""
         self._sources.clear()
         self._storing.clear()
+        self._requested.forgotten.clear()
         self._requested.moves.clear()
 
     def take_requested(self) -> Requested:
         """Return the work requested since the last call."""
-        requested, self._requested = self._requested, Requested(False, [], [])
+        requested, self._requested = self._requested, Requested([], False, [], [])
         return requested
