@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.api.metrics import EngineStats
+from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import MOVED_PAGES, Lowering
 from jaxserve.execution.runner import Runner
 from jaxserve.models.params import Params
@@ -51,9 +52,10 @@ class PageMover:
         programs = runner.programs.compile_page_movers()
         self._gather, self._scatter = programs["gather_pages"], programs["scatter_pages"]
         self._pool = runner.programs.lowering.abstract_state().kv_pages
-        self._archive = self._open()
+        self._archive = self._open(runner.params)
         self._tier = DiskTier(self._archive.keys, self._archive.num_slots)
         self._num_gathered = self._num_written = 0  # pages; each number is written by one thread
+        self._is_cleared = False  # the file was emptied, and the weights may be others now
         self._loading: dict[int, Move] = {}  # by key
         self._read: deque[tuple[Move, bytes | None]] = deque()  # loads for which the file was read; None if lost
         self._ended: list[EndedMoves] = []
@@ -64,10 +66,10 @@ class PageMover:
         """The scheduler's view of the file."""
         return self._tier
 
-    def _open(self) -> PageArchive:
-        """Open the file for the weights in use."""
+    def _open(self, params: Params) -> PageArchive:
+        """Open the file for the given weights."""
         num_bytes = sum(num_page_bytes for _, _, num_page_bytes in self._parts())
-        return self._open_archive(fingerprint(self._runner.params, self._runner.programs.lowering), num_bytes)
+        return self._open_archive(fingerprint(params, self._runner.programs.lowering), num_bytes)
 
     def _parts(self) -> list[tuple[tuple[int, ...], np.dtype[Any], int]]:
         """Return shape, dtype and bytes of a page's part in each leaf of the pool."""
@@ -82,6 +84,10 @@ class PageMover:
         self._end(requested.forgotten, ok=False)
         if requested.is_cleared:
             self._io.submit(self._clear_archive)
+            self._is_cleared = True
+        if requested.moves and self._is_cleared:  # not earlier: the weights may be replaced or asleep until a step
+            self._io.submit(self._use_weights, self._runner.params)
+            self._is_cleared = False
         if requested.evicted:
             self._io.submit(self._delete_pages, requested.evicted)
         if loads := [move for move in requested.moves if move.is_load]:
@@ -157,11 +163,16 @@ class PageMover:
     # On the I/O thread
 
     def _clear_archive(self) -> None:
-        """Delete all pages, and continue with the file for the weights in use, which may be others now."""
         self._archive.clear()
-        if self._runner.params:  # not while it sleeps
-            self._archive.close()
-            self._archive = self._open()
+
+    def _use_weights(self, params: Params) -> None:
+        """Continue with an empty file for the given weights; without it, no page is kept."""
+        self._archive.close()  # first: after a failure, nothing writes pages to the file of other weights
+        try:
+            self._archive = self._open(params)
+        except ConfigError as error:
+            logger.warning("no KV pages are kept on disk: %s", error)
+        else:
             self._archive.clear()
 
     def _delete_pages(self, keys: Iterable[PageKey]) -> None:

@@ -186,6 +186,45 @@ def test_pages_in_use_do_not_outlive_their_weights(open_engine: Callable[..., Dr
     assert output.num_cached_tokens == 0
 
 
+def test_weights_that_sleep_immediately_keep_their_own_file(
+    open_engine: Callable[..., DrivenEngine], other: str
+) -> None:
+    prompt = tokens(33, "own")
+    engine = open_engine()
+    engine.update_weights(other)
+    engine.sleep(1)
+    engine.settle()
+    moved(engine)
+    engine.host.wake_up(None)
+    generate(engine, [prompt], GREEDY)
+    engine.close()
+    for model, num_cached in (({}, 0), ({"model": other}, 32)):
+        engine = open_engine(**model)
+        (output,) = generate(engine, [prompt], GREEDY)
+        assert output.num_cached_tokens == num_cached
+        engine.close()
+
+
+def test_file_that_cannot_be_opened_again_keeps_no_pages(
+    open_engine: Callable[..., DrivenEngine], other: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    prompt = tokens(33, "again")
+    engine = open_engine()
+    engine.update_weights(other)
+    monkeypatch.setattr(page_archive, "_lock_first", fail)
+    expected = generate(engine, [prompt], GREEDY)
+    assert not moved(engine).num_stored_pages
+    assert "no KV pages are kept on disk: kv_offloading_path must be" in caplog.text
+    assert_same(*generate(engine, [prompt], GREEDY), *expected)
+    engine.close()
+    monkeypatch.undo()
+    (output,) = generate(open_engine(), [prompt], GREEDY)
+    assert output.num_cached_tokens == 0
+
+
 def test_damaged_file_costs_time_only(open_engine: Callable[..., DrivenEngine], tmp_path: Path) -> None:
     prompts = [tokens(33, number) for number in range(3)]
     engine = open_engine()
