@@ -56,6 +56,7 @@ class PageMover:
         self._tier = DiskTier(self._archive.keys, self._archive.num_slots)
         self._num_gathered = self._num_written = 0  # pages; each number is written by one thread
         self._is_cleared = False  # the file was emptied, and the weights may be others now
+        self._is_closed = False
         self._loading: dict[int, Move] = {}  # by key
         self._read: deque[tuple[Move, bytes | None]] = deque()  # loads for which the file was read; None if lost
         self._ended: list[EndedMoves] = []
@@ -82,6 +83,9 @@ class PageMover:
         """Start the moves that the scheduler has requested; call it after the step that was planned meanwhile."""
         requested = self._tier.take_requested()
         self._end(requested.forgotten, ok=False)
+        if self._is_closed:
+            self._end(requested.moves, ok=False)
+            return
         if requested.is_cleared:
             self._io.submit(self._clear_archive)
             self._is_cleared = True
@@ -156,7 +160,8 @@ class PageMover:
         self._ended = []
 
     def close(self) -> None:
-        """Write the stored pages, and close the file; has no effect the second time."""
+        """Write the stored pages, and close the file; later moves fail. Has no effect the second time."""
+        self._is_closed = True
         self._io.shutdown()
         self._archive.close()
 

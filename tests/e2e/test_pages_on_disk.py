@@ -225,6 +225,24 @@ def test_file_that_cannot_be_opened_again_keeps_no_pages(
     assert output.num_cached_tokens == 0
 
 
+def test_closed_engine_moves_nothing(open_engine: Callable[..., DrivenEngine], tmp_path: Path) -> None:
+    """The requests that it ends leave pages to store, and pages to evict for them."""
+    engine = open_engine()
+    (file,) = tmp_path.glob("*/pages-0.kv")
+    generate(engine, [tokens(33, 0)], GREEDY)
+    moved(engine)
+    page_bytes = file.stat().st_size / engine.stats.num_stored_pages
+    engine.close()
+    engine = open_engine(kv_offloading_disk_size=12.5 * page_bytes / 2**30)
+    generate(engine, [tokens(33, n) for n in range(8)], GREEDY)
+    output = engine.add_request("0", tokens(33, "running"), GREEDY)
+    while not output.outputs[0].token_ids:
+        engine.step()
+    engine.close()
+    engine.close()
+    assert output.finished
+
+
 def test_damaged_file_costs_time_only(open_engine: Callable[..., DrivenEngine], tmp_path: Path) -> None:
     prompts = [tokens(33, number) for number in range(3)]
     engine = open_engine()
