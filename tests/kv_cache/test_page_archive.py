@@ -1,5 +1,7 @@
 """Pages in a file: whatever happens to it, a page is returned as it was written or not at all."""
 
+import fcntl
+import gc
 import os
 import random
 import signal
@@ -143,6 +145,35 @@ def test_two_engines_have_a_file_each(tmp_path):
     assert third.read(key(1)) == page(1)
     third.close()
     second.close()
+
+
+def test_abandoned_and_forked_files_are_unlocked(tmp_path):
+    archive = open_archive(tmp_path)
+    archive.write(key(1), page(1))
+    del archive
+    gc.collect()
+    archive = open_archive(tmp_path)
+    assert archive.read(key(1)) == page(1)
+    copy = os.dup(archive._file)  # like the file of a forked process, which shares the lock
+    archive.close()
+    archive = open_archive(tmp_path)
+    assert archive.read(key(1)) == page(1)
+    archive.close()
+    os.close(copy)
+
+
+def test_file_that_cannot_be_locked_or_read_is_closed(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    num_open = len(os.listdir("/dev/fd"))
+    for module, name in ((fcntl, "flock"), (page_archive.os, "fstat")):
+        monkeypatch.setattr(module, name, fail)
+        with pytest.raises(OSError, match="Input/output error"):
+            open_archive(tmp_path)
+        monkeypatch.undo()
+    gc.collect()
+    assert len(os.listdir("/dev/fd")) == num_open
 
 
 def test_failing_disk_loses_pages_only(tmp_path, monkeypatch, caplog):

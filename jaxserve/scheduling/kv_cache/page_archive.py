@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,8 @@ class PageArchive:
         self.num_slots = max_bytes // self._slot_bytes
         directory.mkdir(parents=True, exist_ok=True)
         self._file = _lock_first(directory)
+        self._closing = weakref.finalize(self, os.close, self._file)  # also if nobody calls `close`
+        self._closing.atexit = False
         self._slots: dict[PageKey, int] = {}
         self._sequence = 0
         self._free: list[int] = []
@@ -122,9 +125,10 @@ class PageArchive:
             self._note_error("empty", error)
 
     def close(self) -> None:
-        """Close the file and let other processes use it; has no effect the second time."""
-        if self._file >= 0:
-            os.close(self._file)
+        """Close the file and let others use it; has no effect the second time."""
+        if self._closing.alive:
+            _unlock(self._file)
+        self._closing()
         self._file = -1
 
     def _open(self) -> None:
@@ -184,6 +188,16 @@ def _lock_first(directory: Path) -> int:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(file)
+        except OSError:  # the file system has no locks
+            os.close(file)
+            raise
         else:
             return file
     raise OSError(f"all {_MAX_FILES} page files in {directory} are in use")
+
+
+def _unlock(file: int) -> None:
+    """Unlock a file; closing does not if a forked process has it, too."""
+    import fcntl  # noqa: PLC0415 - Windows lacks it
+
+    fcntl.flock(file, fcntl.LOCK_UN)
