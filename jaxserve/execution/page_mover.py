@@ -103,17 +103,27 @@ class PageMover:
 
     def _store(self, moves: Sequence[Move]) -> None:
         """Dispatch the copies of some pages, and leave their writing to the I/O thread."""
-        state = self._runner.state
-        if state is None or self._num_gathered - self._num_written > MAX_UNWRITTEN_PAGES:
+        contents = self._gathered(moves)
+        if contents is None:
             self._stats.num_dropped_pages += len(moves)
             self._end(moves, ok=False)
             return
-        contents = jax.tree.leaves(self._gather(state.kv_pages, self._page_ids(moves)))
         for leaf in contents:
             leaf.copy_to_host_async()
         self._num_gathered += len(moves)
         self._io.submit(self._write_pages, moves, contents)
         self._end(moves, ok=True)
+
+    def _gathered(self, moves: Sequence[Move]) -> list[jax.Array] | None:
+        """Return copies of some pages, per leaf of the pool; None if they cannot be kept until they are written."""
+        state = self._runner.state
+        if state is None or self._num_gathered - self._num_written > MAX_UNWRITTEN_PAGES:
+            return None
+        try:
+            return jax.tree.leaves(self._gather(state.kv_pages, self._page_ids(moves)))
+        except jax.errors.JaxRuntimeError as error:  # the device has no memory for the copies; the pool is unchanged
+            logger.debug("pages are not stored: %s", error)
+            return None
 
     def _end(self, moves: Sequence[Move], *, ok: bool) -> None:
         """Report the end of some moves to `take_ended`."""

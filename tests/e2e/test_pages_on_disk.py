@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import given
 
@@ -278,6 +279,22 @@ def test_full_and_failing_disks_cost_time_only(
     assert answers == expected
     assert num_computed <= num_recomputed
     assert moved(engine).num_stored_pages
+
+
+def fail_on_device(*_: Any) -> Any:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+
+def test_without_memory_for_copies_pages_are_dropped(
+    open_engine: Callable[..., DrivenEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine()
+    monkeypatch.setattr(engine.replicas[0].mover, "_gather", fail_on_device)
+    expected = generate(engine, [tokens(33, "x")], GREEDY)
+    assert moved(engine).num_dropped_pages >= 32 // SIZES["page_size"]
+    assert not engine.stats.num_stored_pages
+    engine.check_integrity()
+    assert_same(*generate(engine, [tokens(33, "x")], GREEDY), *expected)
 
 
 @pytest.mark.parametrize(
