@@ -191,7 +191,10 @@ class EngineCore:
         """Drop the steps in flight of a replica without requests; write its statistics if no step is in flight."""
         if not replica.scheduler.has_unfinished():
             replica.drop_in_flight()
-        replica.move_pages()
+        try:
+            replica.move_pages()
+        except Exception as error:
+            self._fail(replica, error)
         if not replica.in_flight:
             self.last_steps += replica.step_stats.write(self.num_waiting)
 

@@ -297,6 +297,23 @@ def test_without_memory_for_copies_pages_are_dropped(
     assert_same(*generate(engine, [tokens(33, "x")], GREEDY), *expected)
 
 
+def test_failed_load_ends_its_requests(
+    open_engine: Callable[..., DrivenEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [tokens(33, number) for number in range(6)]
+    engine = open_engine()
+    expected = generate(engine, prompts, GREEDY)
+    monkeypatch.setattr(engine.replicas[0].mover, "_scatter", fail_on_device)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
+        generate(engine, prompts[:1], GREEDY)
+    assert not engine.has_unfinished()
+    monkeypatch.undo()
+    engine.check_integrity()
+    for again, wanted in zip(generate(engine, prompts, GREEDY), expected, strict=True):
+        assert_same(again, wanted)
+    assert engine.stats.num_loaded_pages
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
