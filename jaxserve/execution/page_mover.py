@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,7 @@ from jaxserve.scheduling.kv_cache.transfers import EndedMoves, Move
 logger = logging.getLogger(__name__)
 
 MAX_UNWRITTEN_PAGES = 1024  # copies that wait for the file; with more, pages are not stored
+_counting = threading.Lock()  # held to add to the totals, as several movers' I/O threads have the same ones
 OpenArchive = Callable[[bytes, int], PageArchive]
 
 
@@ -198,14 +200,17 @@ class PageMover:
         num_corrupt = self._archive.num_corrupt
         for move in moves:
             self._read.append((move, self._archive.read(PageKey(move.group, move.page_hash))))
-        self._stats.num_corrupt_pages += self._archive.num_corrupt - num_corrupt
+        with _counting:
+            self._stats.num_corrupt_pages += self._archive.num_corrupt - num_corrupt
 
     def _write_pages(self, moves: Sequence[Move], contents: Sequence[jax.Array]) -> None:
         try:
             arrays = [np.asarray(leaf) for leaf in contents]
             for index, move in enumerate(moves):
                 page = b"".join(array[:, index].tobytes() for array in arrays)
-                self._stats.num_stored_pages += self._archive.write(PageKey(move.group, move.page_hash), page)
+                is_stored = self._archive.write(PageKey(move.group, move.page_hash), page)
+                with _counting:
+                    self._stats.num_stored_pages += is_stored
         except jax.errors.JaxRuntimeError as error:  # of the step that should have written the pages
             logger.debug("pages are not stored: %s", error)
         finally:

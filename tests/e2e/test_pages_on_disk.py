@@ -261,6 +261,22 @@ def test_damaged_file_costs_time_only(open_engine: Callable[..., DrivenEngine], 
     assert engine.stats.num_loaded_pages
 
 
+def test_replicas_count_pages_that_they_store_simultaneously(
+    open_engine: Callable[..., DrivenEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, write = open_engine(), page_archive.PageArchive.write
+    writes = []
+
+    def write_twice(*args: Any) -> bool:
+        engine.stats.num_stored_pages += 1  # by another replica's thread
+        writes.append(write(*args))
+        return writes[-1]
+
+    monkeypatch.setattr(page_archive.PageArchive, "write", write_twice)
+    generate(engine, [tokens(33, 0)], GREEDY)
+    assert moved(engine).num_stored_pages == 2 * sum(writes) > 0
+
+
 def test_full_and_failing_disks_cost_time_only(
     open_engine: Callable[..., DrivenEngine], start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
