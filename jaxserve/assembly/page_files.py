@@ -1,5 +1,6 @@
 """Page movers of an engine's runners, with a file each in `kv_offloading_path`."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ def check_model(config: EngineConfig, arch: ArchConfig, *, is_distributed: bool)
         ),
         ("is for models that generate, as pooling keeps no pages", arch.pooler is not None),
         ("is for runs of one process", is_distributed),
+        ("needs file locks of Linux or macOS", sys.platform == "win32"),
     ):
         if is_true:
             raise ConfigError(f"kv_offloading_path {reason}, got {config.kv_offloading_path!r}; drop it")

@@ -17,6 +17,8 @@ from jaxserve.api.metrics import EngineStats
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.assembly.generation_defaults import build_arch
+from jaxserve.assembly.page_files import check_model
 from jaxserve.errors import ConfigError
 from jaxserve.execution.page_mover import PageMover
 from jaxserve.scheduling.kv_cache import page_archive
@@ -348,3 +350,12 @@ def test_failed_load_ends_its_requests(
 def test_useless_options_are_refused(llama: Path, tmp_path: Path, options: dict, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         DrivenEngine(EngineConfig(str(llama), **{"kv_offloading_path": str(tmp_path), **SIZES, **options}))
+
+
+def test_systems_without_file_locks_are_refused(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(str(llama), kv_offloading_path=str(tmp_path))
+    arch = build_arch(config)
+    check_model(config, arch, is_distributed=False)
+    monkeypatch.setattr("jaxserve.assembly.page_files.sys.platform", "win32")
+    with pytest.raises(ConfigError, match="kv_offloading_path needs file locks of Linux or macOS, got "):
+        check_model(config, arch, is_distributed=False)
