@@ -58,7 +58,7 @@ class Tier(Protocol):
         """Forget all content, as after a change of weights; moves continue, but their results are useless."""
 
     def restart(self) -> None:
-        """Forget all content and moves: once this returns, none of them accesses a page."""
+        """Forget all moves, and content that a device failure may have destroyed."""
 
 
 class EndedMoves(NamedTuple):
