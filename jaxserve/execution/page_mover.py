@@ -230,7 +230,10 @@ def fingerprint(params: Params, lowering: Lowering) -> bytes:
 
 
 def _bytes(leaf: jax.Array) -> memoryview:
-    return np.ascontiguousarray(np.asarray(leaf)).reshape(-1).view(np.uint8).data
+    """Return an array's bytes; only the result keeps them in host memory."""
+    shards = [shard.data for shard in leaf.addressable_shards]
+    alias = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)  # as an array keeps its copy
+    return np.ascontiguousarray(np.asarray(alias)).reshape(-1).view(np.uint8).data
 
 
 def _batches(items: Sequence[Any]) -> list[Sequence[Any]]:

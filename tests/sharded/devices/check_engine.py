@@ -93,6 +93,7 @@ def test_pages_come_back_from_disk(start: Start, tmp_path: Path) -> None:
     prompts, params = [tokens(20, n) for n in range(8)], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     expected = generate(start(1), prompts, params)
     engine = start(DEVICES, kv_offloading_path=str(tmp_path))
+    assert all(leaf._npy_value is None for leaf in jax.tree.leaves(engine.host.params)), "weights stay in host memory"
     assert generate(engine, prompts, params)
     for output, wanted in zip(generate(engine, prompts, params), expected, strict=True):
         assert_same(output, wanted)
