@@ -79,7 +79,9 @@ def __getattr__(name: str) -> object:
     collects = gc.isenabled()
     gc.disable()  # objects that modules make last: scanning them again and again takes a tenth of the time
     try:
-        return getattr(import_module(f"jaxserve.{_OTHER_MODULES.get(name, 'api.pooling_outputs')}"), name)
+        module = import_module(f"jaxserve.{_OTHER_MODULES.get(name, 'api.pooling_outputs')}")
     finally:
         if collects:
             gc.enable()
+    globals()[name] = value = getattr(module, name)  # found without this function from now on
+    return value
