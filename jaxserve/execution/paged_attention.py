@@ -13,14 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.layers.state_forms import StateRows
-from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
+from jaxserve.layers.token_context import LayerContext, NarrowingAttention, TokenContext
 from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, Pages, RaggedRows
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class PagedAttention(Attention):
+class PagedAttention(NarrowingAttention):
     """Attention over the paged KV pool, for all layers; each layer returns an instance with its writes to the pool.
 
     Attributes:

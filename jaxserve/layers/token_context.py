@@ -92,17 +92,21 @@ class Attention(ABC):
         """Return a recurrent layer's outputs; see `StateForm.advance`."""
         raise NotImplementedError(f"{type(self).__name__} has no recurrent states")
 
+
+class NarrowingAttention(Attention):
+    """Attention that can continue with some of the tokens, as `TokenContext.last` requires."""
+
+    @abstractmethod
     def for_last(self, last: Int[Array, " R"]) -> Self:
         """Return the attention for layers that compute only the tokens `last`."""
-        raise NotImplementedError(f"{type(self).__name__} has all tokens in all layers")
 
+    @abstractmethod
     def part(self, start: Int[Array, ""], num_tokens: int) -> Self:
         """Return the attention for some of the tokens, which have been written; later ones are not seen."""
-        raise NotImplementedError(f"{type(self).__name__} has all tokens in all layers")
 
+    @abstractmethod
     def with_pools(self, after: Self) -> Self:
         """Return the attention with the keys, values and states that `after`, of later layers, has written."""
-        return after
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -159,6 +163,12 @@ class TokenContext:
         out, attention = self.attention.advance(inputs, layer)
         return out, dataclasses.replace(self, attention=attention)
 
+    @property
+    def narrowing(self) -> NarrowingAttention:
+        """The attention, which can continue with some of the tokens."""
+        assert isinstance(self.attention, NarrowingAttention), f"{type(self.attention).__name__} keeps all tokens"
+        return self.attention
+
     def kept(self, x: Float[Array, "T *D"], layer: LayerContext) -> Float[Array, "N *D"]:
         """Return x for the tokens that are left after the layer's attention."""
         return self.take_last(x) if layer.last_only else x
@@ -173,7 +183,7 @@ class TokenContext:
         assert self.last is not None, "the step needs only the rows' last tokens"
         live = None if self.live is None else self.live.at[self.last].get(mode="fill", fill_value=False)
         num_live = None if live is None else jnp.sum(live, dtype=jnp.int32)
-        attention = self.attention.for_last(self.last)
+        attention = self.narrowing.for_last(self.last)
         taken = self.select(self.take_last)
         return dataclasses.replace(taken, live=live, num_live=num_live, attention=attention, last=None)
 
@@ -183,7 +193,7 @@ class TokenContext:
         def take(x: Shaped[Array, " T"]) -> Shaped[Array, " part"]:
             return lax.dynamic_slice_in_dim(x, start, num_tokens)
 
-        live, attention = None if self.live is None else take(self.live), self.attention.part(start, num_tokens)
+        live, attention = None if self.live is None else take(self.live), self.narrowing.part(start, num_tokens)
         num_live = None if self.num_live is None else jnp.clip(self.num_live - start, 0, num_tokens)
         return dataclasses.replace(self.select(take), live=live, num_live=num_live, attention=attention, last=None)
 

@@ -1,8 +1,8 @@
 """LastLayers: the layers after which only each row's last token needs a hidden state.
 
-They begin with the last layer that makes keys and values, which it does for all tokens. Queries, attention, the MLP or
-experts and the norms are computed only for the rows' last tokens, and so are all layers after it, which read an earlier
-layer's keys and values.
+They begin with the last layer that makes keys and values. It makes these for all tokens, and queries too if they come
+from the same matrix. Attention, MLP or experts and norms are computed only for the rows' last tokens; so are all layers
+after it, which read an earlier layer's keys and values.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
-from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
+from jaxserve.layers.token_context import LayerContext, NarrowingAttention, TokenContext
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block
@@ -52,7 +52,7 @@ class LastLayers:
         inputs = None if self.inputs is None else jax.vmap(tokens.take_last)(self.inputs)
         last, after = self._run(x, tokens, inputs, last_only=True)
         hidden = jnp.zeros_like(x).at[tokens.last].set(last, mode="drop")
-        attention = tokens.attention.with_pools(after.attention)
+        attention = tokens.narrowing.with_pools(after.narrowing)
         tokens = dataclasses.replace(tokens, attention=attention)
         return (hidden, tokens) if needs_all is None else self._compute_all(x, hidden, tokens, needs_all)
 
@@ -68,18 +68,18 @@ class LastLayers:
         num_tokens = T if tokens.live is None else jnp.sum(tokens.live, dtype=jnp.int32)
 
         def compute(
-            index: Int[Array, ""], carry: tuple[Float[Array, "T D"], Attention]
-        ) -> tuple[Float[Array, "T D"], Attention]:
+            index: Int[Array, ""], carry: tuple[Float[Array, "T D"], NarrowingAttention]
+        ) -> tuple[Float[Array, "T D"], NarrowingAttention]:
             hidden, attention = carry
             start = jnp.minimum(index * block, T - block)  # the last block may repeat tokens of the previous one
             part = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=block)
             inputs = None if self.inputs is None else part(self.inputs, axis=1)
             own = dataclasses.replace(tokens, attention=attention).part(start, block)
             new, after = self._run(part(x), own, inputs, last_only=False)
-            return lax.dynamic_update_slice_in_dim(hidden, new, start, 0), attention.with_pools(after.attention)
+            return lax.dynamic_update_slice_in_dim(hidden, new, start, 0), attention.with_pools(after.narrowing)
 
         num_blocks = jnp.where(needs_all, -(-num_tokens // block), 0)
-        hidden, attention = lax.fori_loop(0, num_blocks, compute, (hidden, tokens.attention))
+        hidden, attention = lax.fori_loop(0, num_blocks, compute, (hidden, tokens.narrowing))
         return hidden, dataclasses.replace(tokens, attention=attention)
 
     def _run(
