@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from jaxserve.api.metrics import EngineStats
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import MOVED_PAGES, Lowering
+from jaxserve.execution.program_store import described
 from jaxserve.execution.runner import Runner
 from jaxserve.models.params import Params
 from jaxserve.scheduling.kv_cache.disk_tier import DiskTier
@@ -224,7 +225,7 @@ def fingerprint(params: Params, lowering: Lowering) -> bytes:
         lambda leaf: (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype)), lowering.abstract_state().kv_pages
     )
     model = replace(lowering.arch, eos_ids=frozenset())  # which only the host reads
-    parts = [repr((model, lowering.backend, lowering.schedule.kv_groups, pool))]
+    parts = [described((model, lowering.backend, lowering.schedule.kv_groups, pool))]
     parts += [f"{name} {leaf.shape} {leaf.dtype} {zlib.crc32(_bytes(leaf))}" for name, leaf in leaves]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).digest()
 

@@ -5,7 +5,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -20,8 +22,12 @@ from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.assembly.generation_defaults import build_arch
 from jaxserve.assembly.page_files import check_model
 from jaxserve.errors import ConfigError
-from jaxserve.execution.page_mover import PageMover
+from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.page_mover import PageMover, fingerprint
+from jaxserve.layers.mlp import geglu
+from jaxserve.models.registry import from_hf_config
 from jaxserve.scheduling.kv_cache import page_archive
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from tests import checkpoints
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, tokens
@@ -244,6 +250,24 @@ def test_closed_engine_moves_nothing(open_engine: Callable[..., DrivenEngine], t
     engine.close()
     engine.close()
     assert output.finished
+
+
+def test_another_process_finds_pages_of_a_mixture() -> None:
+    """Its description has a function, which has another address there."""
+
+    def fingerprint_of(activation: FunctionType) -> bytes:
+        layers = [replace(x, experts=x.experts._replace(activation=activation)) for x in mixture.layers]
+        arch = replace(mixture, layers=tuple(layers))
+        schedule = ScheduleConfig(2, 16, max_model_len=32, page_size=4, num_pages=24, windows=arch.kv_layout.windows)
+        backends = {"backend": "xla", "linear_backend": "xla"}
+        return fingerprint({}, Lowering(arch, {}, schedule, jax.numpy.dtype("float32"), **backends, max_steps=1))
+
+    mixture: Any = from_hf_config(checkpoints.hf_dict("mixtral"))
+    here: Any = mixture.layers[0].experts.activation
+    there = FunctionType(here.__code__, here.__globals__, here.__name__, here.__defaults__, here.__closure__)
+    there.__module__, there.__qualname__ = here.__module__, here.__qualname__
+    assert fingerprint_of(there) == fingerprint_of(here)
+    assert fingerprint_of(geglu) != fingerprint_of(here)
 
 
 def test_damaged_file_costs_time_only(open_engine: Callable[..., DrivenEngine], tmp_path: Path) -> None:
