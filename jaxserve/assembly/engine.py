@@ -1,10 +1,12 @@
 """Engine: frontend, core and devices together, driven by threads (`threads.py`) or by its caller (`driven.py`)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.metrics import Occupancy, PeakRates, StepStats
-from jaxserve.assembly.client import CoreClient
 from jaxserve.assembly.device_state import Devices
 from jaxserve.assembly.generation_defaults import build_arch, build_sampling_params, output_limits, resolve_quantization
 from jaxserve.assembly.host import CoreHost
@@ -20,6 +22,9 @@ from jaxserve.execution.batch import MAX_EOS_IDS
 from jaxserve.execution.roofline import Device
 from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.text.loading import load_tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.assembly.client import CoreClient
 
 
 class Engine:
@@ -64,6 +69,8 @@ class Engine:
         if config.engine_process and (executors is not None or new_chooser is not StepChooser):
             raise ConfigError("engine_process must be False with executors or a chooser, which are of this process")
         if config.engine_process:
+            from jaxserve.assembly.client import CoreClient  # noqa: PLC0415 - few engines have another process
+
             self.host = CoreClient(config, self.arch, eos_ids)
         else:
             self.host = CoreHost(config, self.arch, executors, new_chooser)

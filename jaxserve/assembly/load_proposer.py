@@ -1,4 +1,9 @@
-"""Loads draft models, draft layers and heads, and builds their proposers."""
+"""Loads draft models, draft layers and heads, and builds their proposers.
+
+Each proposer's module is imported when it is needed.
+"""
+
+from __future__ import annotations
 
 import dataclasses
 import logging
@@ -6,7 +11,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -32,13 +37,10 @@ from jaxserve.models import draft_head, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.scheduling.schedule_config import FREE_TOKENS, SPECULATIVE_ROWS, ScheduleConfig
-from jaxserve.spec_decode.draft_layer import DraftLayer, LayerHead
-from jaxserve.spec_decode.draft_model import DraftModel
-from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
-from jaxserve.spec_decode.medusa import Medusa
-from jaxserve.spec_decode.ngram import NGram
-from jaxserve.text.common_tokens import NONE, common_tokens
 from jaxserve.text.loading import load_tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.spec_decode.draft_layer import LayerHead
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +147,8 @@ def _within_pages(draft: ArchConfig, arch: ArchConfig) -> ArchConfig:
 
 def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: ArchConfig, directory: Path) -> Draft:
     """Load Medusa heads, or an EAGLE-3 or MTP layer, from `directory`; ConfigError if they do not fit the model."""
+    from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa  # noqa: PLC0415 - see above
+
     dtype = compute_dtype(config, arch)
     if speculation.method != "medusa":
         method: Literal["eagle3", "mtp"] = "eagle3" if speculation.method == "eagle3" else "mtp"
@@ -168,6 +172,8 @@ def _load_following_layer(config: EngineConfig, arch: ArchConfig, directory: Pat
     Raises:
         ConfigError: the layer is missing or does not fit the model.
     """
+    from jaxserve.spec_decode.draft_layer import LayerHead  # noqa: PLC0415 - see above
+
     with registry.config_errors():
         found = weights.draft_layers(directory)
         schemes = weights.read_schemes(weights.read_config(directory))
@@ -190,6 +196,8 @@ def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -
     """
     if config.skip_tokenizer_init:
         return {}
+    from jaxserve.text.common_tokens import NONE, common_tokens  # noqa: PLC0415 - see above
+
     paths = config.tokenizer_path, draft.model_path
     model, other = map(load_tokenizer, paths)
     if model.vocabulary() == other.vocabulary():
@@ -231,15 +239,21 @@ def build_proposer(
         return None
     num_tokens = speculation.max_drafts
     if speculation.method == "ngram":
+        from jaxserve.spec_decode.ngram import NGram  # noqa: PLC0415 - see above
+
         longest, shortest = speculation.prompt_lookup_max, speculation.prompt_lookup_min
         assert longest is not None is not shortest, "the configuration has resolved both"
         return NGram(num_tokens, longest, shortest)
     if speculation.method == "medusa":
+        from jaxserve.spec_decode.medusa import Medusa  # noqa: PLC0415 - see above
+
         local, dtype = arch.local(config.tensor_parallel_size), compute_dtype(config, arch).name
         return Medusa(num_tokens, local, arch.vocab_size, schedule.max_num_seqs, dtype, speculation.tree)
     assert draft.arch is not None, "there is a draft model or a layer"
     sizes = schedule.program_config  # the proposer is part of the key of stored programs
     if draft.head is not None:
+        from jaxserve.spec_decode.draft_layer import DraftLayer  # noqa: PLC0415 - see above
+
         return DraftLayer(
             num_tokens,
             draft.head,
@@ -251,6 +265,8 @@ def build_proposer(
             draft.backend,
             kv_group=_widest_group(arch),
         )
+    from jaxserve.spec_decode.draft_model import DraftModel  # noqa: PLC0415 - see above
+
     return DraftModel(
         num_tokens,
         draft.arch,

@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import psutil
 from jax._src import xla_bridge  # jax does not say elsewhere whether its backend runs
 
 from jaxserve.api.config import EngineConfig
@@ -30,6 +29,7 @@ from jaxserve.scheduling.schedule_config import (
     default_snapshots,
     resolve_schedule,
 )
+from jaxserve.system import machine_memory
 from jaxserve.system.environment import DEFAULT_GPU_MEMORY_FRACTION, claiming_gpu_memory, gpu_memory_fraction
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def require_memory(config: EngineConfig, arch: ArchConfig, page_bytes: int, devi
 def free_memory(device: Memory) -> float:
     """Return the bytes that a device can still allocate; infinity if it does not report them."""
     if jax.default_backend() == "cpu":
-        return float(psutil.virtual_memory().available)
+        return float(machine_memory.available_bytes())
     stats = device.memory_stats()
     if stats is None or "bytes_limit" not in stats:
         return math.inf
@@ -213,13 +213,10 @@ def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_
     """Return the pool size on a CPU: a fraction of its memory, but no more than max_num_seqs requests can use."""
     row_pages = KVGroups(page_size, arch.kv_layout.windows).num_pages(config.max_model_len or arch.max_position)
     max_num_seqs = default_batch(config, on_cpu=True)[0] // config.num_data_shards
-    pool_bytes = machine_bytes() * CPU_POOL_FRACTION / (config.tensor_parallel_size * config.data_parallel_size)
+    pool_bytes = (
+        machine_memory.machine_bytes() * CPU_POOL_FRACTION / (config.tensor_parallel_size * config.data_parallel_size)
+    )
     return float(min(pool_bytes - slot_bytes(config, arch, on_cpu=True), max_num_seqs * row_pages * page_bytes))
-
-
-def machine_bytes() -> int:
-    """Return this machine's total memory."""
-    return int(psutil.virtual_memory().total)
 
 
 def _free_bytes(config: EngineConfig, arch: ArchConfig, stats: Mapping[str, int] | None) -> float:

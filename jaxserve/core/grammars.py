@@ -6,12 +6,12 @@ import threading
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError
-from jaxserve.text.structured_output.grammar import GrammarCompiler, TokenConstraint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jaxserve.api.sampling_params import SamplingParams
+    from jaxserve.text.structured_output.grammar import GrammarCompiler, TokenConstraint
     from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -88,4 +88,6 @@ class Grammars:
             raise RequestError(
                 "structured_outputs need a model with an end-of-sequence id, got none; give its files one"
             )
+        from jaxserve.text.structured_output.grammar import GrammarCompiler  # noqa: PLC0415 - few engines need it
+
         return GrammarCompiler(tokenizer.json_text(), self._vocab_size, self._eos_ids)

@@ -1,33 +1,15 @@
 """Registry of model families by Hugging Face architecture name."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from math import prod
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.models import (
-    cohere,
-    deepseek,
-    gemma,
-    gemma4,
-    glm,
-    gpt,
-    gpt_oss,
-    granite,
-    llama,
-    llama_variants,
-    mistral,
-    moe,
-    neox,
-    olmo,
-    phi3,
-    pooling_heads,
-    qwen,
-    qwen_hybrid,
-)
+from jaxserve.models import pooling_heads
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
 from jaxserve.models.hf_config import STRINGS, TABLE, noting_fields, one_of, read_fields
@@ -37,12 +19,68 @@ from jaxserve.weights import CheckpointError, read_schemes
 
 # Fields that a multimodal config.json may have only at its top level.
 _TOP_LEVEL_FIELDS = ("dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
-_MODULES = (
-    *(cohere, deepseek, gemma, gemma4, glm, gpt, gpt_oss, granite, llama, llama_variants, mistral, moe, neox, olmo),
-    *(phi3, qwen, qwen_hybrid),
-)
-FAMILIES: dict[str, ModelFamily] = {name: family for module in _MODULES for name, family in module.FAMILIES.items()}
+_MODULES: Mapping[str, Sequence[str]] = {  # architectures by module: the keys of its `FAMILIES`
+    "cohere": ("CohereForCausalLM", "Cohere2ForCausalLM"),
+    "deepseek": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    "gemma": ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+    "gemma4": ("Gemma4ForCausalLM",),
+    "glm": ("GlmForCausalLM", "Glm4ForCausalLM"),
+    "gpt": ("GPT2LMHeadModel", "GPTNeoForCausalLM"),
+    "gpt_oss": ("GptOssForCausalLM",),
+    "granite": (
+        *("GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+        *("GraniteMoeHybridForCausalLM", "GraniteSWAForCausalLM"),
+    ),
+    "llama": ("LlamaForCausalLM",),
+    "llama_variants": ("SmolLM3ForCausalLM", "SeedOssForCausalLM", "ArceeForCausalLM"),
+    "mistral": ("MistralForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM"),
+    "moe": (
+        *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
+        *("Qwen3VLMoeForConditionalGeneration", "OlmoeForCausalLM"),
+    ),
+    "neox": ("GPTNeoXForCausalLM", "PhiForCausalLM", "Starcoder2ForCausalLM"),
+    "olmo": ("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+    "phi3": ("Phi3ForCausalLM",),
+    "qwen": ("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    "qwen_hybrid": ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+}
 
+
+class _Families(MutableMapping[str, ModelFamily]):
+    """Model families by architecture. A module is imported when one of its architectures is first looked up.
+
+    Args:
+        modules: architectures by module name.
+    """
+
+    def __init__(self, modules: Mapping[str, Sequence[str]]) -> None:
+        self._modules = {name: module for module, names in modules.items() for name in names}
+        self._families: dict[str, ModelFamily | None] = dict.fromkeys(self._modules)  # None until looked up
+
+    def __getitem__(self, name: str) -> ModelFamily:
+        family = self._families[name]
+        if family is None:
+            found: ModelFamily = import_module(f"jaxserve.models.{self._modules[name]}").FAMILIES[name]
+            self._families[name] = family = found
+        return family
+
+    def __setitem__(self, name: str, family: ModelFamily) -> None:
+        self._families[name] = family
+
+    def __delitem__(self, name: str) -> None:
+        del self._families[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._families
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._families)
+
+    def __len__(self) -> int:
+        return len(self._families)
+
+
+FAMILIES = _Families(_MODULES)
 
 # Multimodal architectures and the text architecture that is served, by the text part's model_type if there are several.
 TEXT_PARTS: Mapping[str, str | Mapping[str, str]] = {

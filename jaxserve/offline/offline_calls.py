@@ -10,8 +10,6 @@ from numbers import Integral
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tqdm import tqdm
-
 from jaxserve.errors import RequestError, brief
 
 if TYPE_CHECKING:
@@ -102,6 +100,8 @@ class Calls:
 
 def progress_bar(use_tqdm: bool | ProgressBar, **options: Any) -> Any:
     """Return a progress bar with these tqdm options; see `LLM.generate`."""
+    from tqdm import tqdm  # noqa: PLC0415 - few calls of a server or of `stream` need it
+
     new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
     return new_bar(**options)
 

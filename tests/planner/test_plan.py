@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -157,7 +156,7 @@ def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any], monke
 
 def on_a_machine_of(num_bytes: int, model: str, **options: Any) -> Plan:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=num_bytes))
+        patch.setattr("jaxserve.system.machine_memory.machine_bytes", lambda: num_bytes)
         return plan_of(model, "cpu", **options)
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -114,7 +113,7 @@ def test_the_command_sweeps_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_sweep_reports_missing_compilers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=16 * 10**9))
+    monkeypatch.setattr("jaxserve.system.machine_memory.machine_bytes", lambda: 16 * 10**9)
     arguments = ["plan", "--sweep", "cpu", "--model", "llama-3.1-405b"]
     assert cli.main([*arguments, "--json"]) == 0
     (target,) = json.loads(capsys.readouterr().out)["targets"]

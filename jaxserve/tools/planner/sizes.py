@@ -15,7 +15,6 @@ from jaxserve.assembly.memory import (
     accelerator_pool_bytes,
     choose_page_size,
     cpu_pool_bytes,
-    machine_bytes,
     page_bytes,
     pool_dtype,
     select_backend,
@@ -31,6 +30,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.scheduling.schedule_config import ScheduleConfig, resolve_schedule
+from jaxserve.system import machine_memory
 from jaxserve.tools.planner.models import read_model
 from jaxserve.tools.planner.program import Collective, abstract_params
 from jaxserve.tools.planner.speed import Roofline
@@ -228,7 +228,10 @@ def _memory(
     state = abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend)
     slots = tree_bytes((state.slots, state.states))
     if sheet is None:
-        limit, pool_limit = machine_bytes(), math.floor(cpu_pool_bytes(config, local, schedule.page_size, page))
+        limit, pool_limit = (
+            machine_memory.machine_bytes(),
+            math.floor(cpu_pool_bytes(config, local, schedule.page_size, page)),
+        )
         reserve, outside = 0, max(0, limit - weight_bytes - slots - max(0, pool_limit))
     else:
         limit = sheet.limit_bytes(config.gpu_memory_utilization)
