@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxserve import __main__ as command
+from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
@@ -129,7 +130,8 @@ class FakeEngine:
             num_padding_tokens=0,
             num_prefill_tokens=sum(len(output.outputs[0].token_ids) == 1 for output in outputs),
             num_decode_tokens=sum(len(output.outputs[0].token_ids) > 1 for output in outputs),
-            num_cached_tokens=0,
+            cached_tokens=CachedTokens(),
+            num_sought_tokens=0,
             num_preemptions=0,
             num_pages_used=len(outputs),
             num_slack_tokens=0,

@@ -17,6 +17,8 @@ class SlowTier:
         counts: number of moves that were asked for, and of those that ended well, loads and stores.
     """
 
+    name = "disk"
+
     def __init__(self, page_size, num_pages, device=None):
         self.page_size, self.num_pages, self.device = page_size, num_pages, device
         self.moves, self.num_new = [], 0

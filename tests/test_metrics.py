@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.api.metrics import Counts, EngineStats, LayerCounts, PeakRates, StepStats, TimeSplit, split_time
 
 PEAK_RATES = PeakRates(flops_per_s=2e9, bytes_per_s=1e9)
@@ -14,11 +15,13 @@ PEAK_RATES = PeakRates(flops_per_s=2e9, bytes_per_s=1e9)
 def a_step(step_id: int, **fields: float) -> StepStats:
     """Return a step whose numbers all differ."""
     kinds = {field.name: float if field.name.endswith("_ms") else int for field in dataclasses.fields(StepStats)}
-    del kinds["accepted_per_position"], kinds["expert_tokens"]
+    del kinds["accepted_per_position"], kinds["expert_tokens"], kinds["cached_tokens"]
     numbers = {name: kind(step_id + index) for index, (name, kind) in enumerate(kinds.items())}
     expert_tokens = LayerCounts.from_rows([(step_id, 4), (5, step_id + 6)][: 1 + step_id])
     counts = Counts((step_id + 3, 2, step_id))
-    return StepStats(**numbers | fields, accepted_per_position=counts, expert_tokens=expert_tokens)
+    cached = CachedTokens(step_id + 7, step_id, 3)
+    values = {"accepted_per_position": counts, "expert_tokens": expert_tokens, "cached_tokens": cached}
+    return StepStats(**numbers | fields | values)
 
 
 def test_time_is_split_by_the_peak_rates() -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
+from jaxserve.api.cached_tokens import NO_CACHED_TOKENS, CachedTokens
+
 # vLLM's bucket bounds for tokens per iteration; a last bucket has no bound.
 ITERATION_TOKENS = (1, *(2**power for power in range(3, 15)))
 
@@ -128,7 +130,8 @@ class StepStats:
     num_padding_tokens: int  # padding up to the bucket size
     num_prefill_tokens: int
     num_decode_tokens: int
-    num_cached_tokens: int  # prompt tokens that admissions of this step found in the prefix cache
+    cached_tokens: CachedTokens  # tokens that admissions of this step found in the prefix cache
+    num_sought_tokens: int  # their tokens that lower tiers, if there are any, were searched for
     num_preemptions: int
     num_pages_used: int
     num_slack_tokens: int  # unused positions in allocated pages
@@ -145,6 +148,11 @@ class StepStats:
     accepted_per_position: Counts = Counts()  # accepted tokens by draft position
     expert_tokens: LayerCounts = LayerCounts()  # tokens per expert; empty unless `count_expert_tokens` is on
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of tokens that admissions of this step found in the prefix cache, in any tier."""
+        return self.cached_tokens.total
+
     def split(self, peak_rates: PeakRates) -> TimeSplit:
         """Split the step's wall time by the device's peak rates."""
         return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, peak_rates)
@@ -160,7 +168,8 @@ class EngineStats:
     num_padding_tokens: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    num_cached_tokens: int = 0
+    cached_tokens: CachedTokens = NO_CACHED_TOKENS  # tokens found in the prefix cache, by tier
+    num_sought_tokens: int = 0  # tokens that lower tiers were searched for
     num_preemptions: int = 0
     num_loaded_pages: int = 0  # pages copied from disk to the pool
     num_stored_pages: int = 0  # pages copied to disk
@@ -212,6 +221,11 @@ class EngineStats:
     def split(self, peak_rates: PeakRates) -> TimeSplit:
         """Split the wall time since start by the device's peak rates."""
         return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, peak_rates)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of tokens found in the prefix cache, in any tier."""
+        return self.cached_tokens.total
 
     @property
     def num_wasted_tokens(self) -> int:
@@ -275,7 +289,9 @@ def vllm_metrics(stats: EngineStats, occupancy: Occupancy) -> list[Metric]:
         Counter("vllm:prompt_tokens_cached", stats.num_cached_tokens),
         Counter("vllm:generation_tokens", stats.num_output_tokens),
         Counter("vllm:prefix_cache_queries", stats.num_prefill_tokens + stats.num_cached_tokens),
-        Counter("vllm:prefix_cache_hits", stats.num_cached_tokens),
+        Counter("vllm:prefix_cache_hits", stats.cached_tokens.device),
+        Counter("vllm:external_prefix_cache_queries", stats.num_sought_tokens),
+        Counter("vllm:external_prefix_cache_hits", stats.cached_tokens.loaded),
         Counter("vllm:spec_decode_num_drafts", stats.num_draft_rounds),
         Counter("vllm:spec_decode_num_draft_tokens", stats.num_drafted_tokens),
         Counter("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_tokens),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
+from jaxserve.api.cached_tokens import NO_CACHED_TOKENS, CachedTokens
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import RequestError
 
@@ -39,7 +40,7 @@ class RequestMetrics:
         first_token_s: time when its first token was read from the device.
         last_token_s: time when its last token so far was read.
         finished_s: time of its end.
-        num_cached_tokens: prompt tokens found in the prefix cache.
+        cached_tokens: prompt tokens found in the prefix cache, by tier.
         num_preemptions: number of preemptions, in which it loses its pages to another request.
         num_restarts: number of restarts from the prompt with other weights.
         num_output_tokens: tokens generated so far.
@@ -54,7 +55,7 @@ class RequestMetrics:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
-    num_cached_tokens: int = 0
+    cached_tokens: CachedTokens = NO_CACHED_TOKENS
     num_preemptions: int = 0
     num_restarts: int = 0
     num_output_tokens: int = 0
@@ -62,6 +63,11 @@ class RequestMetrics:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of prompt tokens found in the prefix cache, in any tier."""
+        return self.cached_tokens.total
 
     @property
     def queue_s(self) -> float | None:
@@ -267,6 +273,11 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """Number of prompt tokens found in the prefix cache."""
         return self.outputs[0].metrics.num_cached_tokens
+
+    @property
+    def cached_tokens(self) -> CachedTokens:
+        """Number of prompt tokens found in the prefix cache, by tier: `device`, `host` and `disk`."""
+        return self.outputs[0].metrics.cached_tokens
 
     def follow(self, prompt_logprobs: GrowingList | None) -> None:
         """Make the attribute `prompt_logprobs` always read the current entries in this GrowingList."""

@@ -205,7 +205,7 @@ class EngineCore:
         self._has_worked = True
         self._now_s = max(self._now_s, replica.in_flight[-1].handle.launched_s)
         if plan.admitted:
-            admitted = [Admitted(r.key, r.num_cached_tokens, r.num_preemptions) for r in plan.admitted]
+            admitted = [Admitted(r.key, r.cached_tokens, r.num_preemptions) for r in plan.admitted]
             self.outbox.append(Delta(self._now_s, admitted=admitted))
 
     def _fail(self, replica: Replica, error: BaseException) -> None:

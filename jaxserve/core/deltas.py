@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.scheduling.executor_protocol import StepResult
 from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.scheduling.step_plan import StepPlan, wants_prompt_logprobs
@@ -18,7 +19,7 @@ class Admitted(NamedTuple):
     """A sample got a slot."""
 
     key: int
-    num_cached_tokens: int  # prompt tokens found in the cache
+    cached_tokens: CachedTokens  # prompt tokens found in the cache
     num_preemptions: int  # earlier preemptions
 
 

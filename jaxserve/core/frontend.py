@@ -144,10 +144,10 @@ class Frontend:
         """Apply a delta to the outputs and call the listeners; end the requests whose outputs cannot be updated."""
         try:
             with self.lock:
-                for key, num_cached_tokens, num_preemptions in delta.admitted:
+                for key, cached_tokens, num_preemptions in delta.admitted:
                     if (sample := self._samples.get(key)) is not None:
                         group, index = sample
-                        group.admitted(index, num_cached_tokens, num_preemptions, delta.at_s)
+                        group.admitted(index, cached_tokens, num_preemptions, delta.at_s)
                 if delta.step is not None:
                     self._take_step(delta.step)
                 for ended in delta.ended:

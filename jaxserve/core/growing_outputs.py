@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
@@ -113,12 +114,12 @@ class RequestGroup:
         self._begin_prompt_logprobs()
         self.output.pooled = None
 
-    def admitted(self, index: int, num_cached_tokens: int, num_preemptions: int, now_s: float) -> None:
+    def admitted(self, index: int, cached_tokens: CachedTokens, num_preemptions: int, now_s: float) -> None:
         """Record in sample `index`'s metrics that it got a slot.
 
         Args:
             index: sample index.
-            num_cached_tokens: prompt tokens found in the prefix cache.
+            cached_tokens: prompt tokens found in the prefix cache.
             num_preemptions: earlier preemptions.
             now_s: current time.
         """
@@ -126,7 +127,7 @@ class RequestGroup:
         metrics = self._completions[index].output.metrics
         if metrics.scheduled_s is None:
             metrics.scheduled_s = now_s
-            metrics.num_cached_tokens = num_cached_tokens
+            metrics.cached_tokens = cached_tokens
 
     def preempted(self, index: int, count: int) -> None:
         """Set the preemption count in sample `index`'s metrics."""

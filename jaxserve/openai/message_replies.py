@@ -105,13 +105,16 @@ class MessageReply(AnyReply):
     def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return Anthropic's `usage` object for outputs; its input tokens exclude cached tokens."""
         usage = self._chat.usage(outputs)
-        cached, details = usage["prompt_tokens_details"]["cached_tokens"], usage.get("completion_tokens_details", {})
+        cached, details = usage["prompt_tokens_details"], usage.get("completion_tokens_details", {})
+        num_cached = cached["cached_tokens"]
         counts = {
-            "input_tokens": usage["prompt_tokens"] - cached,
+            "input_tokens": usage["prompt_tokens"] - num_cached,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
+            "cache_read_input_tokens": num_cached,
             "output_tokens": usage["completion_tokens"],
         }
+        if "cached_tokens_by_tier" in cached:  # no field of Anthropic's
+            counts["cached_tokens_by_tier"] = cached["cached_tokens_by_tier"]
         if "reasoning_tokens" in details:
             counts["output_tokens_details"] = {"thinking_tokens": details["reasoning_tokens"]}
         return counts

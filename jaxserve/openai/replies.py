@@ -11,11 +11,12 @@ import itertools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any
 
 from jaxserve import __version__
+from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.api.stream_events import Increment, OutputReader
 from jaxserve.openai.errors import error_body
 from jaxserve.openai.message_deltas import Content, DeltaReader, MessageDelta, delta_json, whole_message
@@ -159,24 +160,31 @@ class Reply(AnyReply):
 
     def usage(self, outputs: Iterable[RequestOutput]) -> Json:
         """Return OpenAI's `usage` object: numbers of prompt, cached, generated and reasoning tokens in `outputs`."""
-        prompt_tokens = completion_tokens = cached_tokens = 0
+        prompt_tokens = completion_tokens = 0
+        cached_tokens = CachedTokens()
         for output in outputs:
             prompt_tokens += len(output.prompt_token_ids)
-            cached_tokens += output.num_cached_tokens
+            cached_tokens += output.cached_tokens
             if self.request.has_output:
                 completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         return self._usage(prompt_tokens, completion_tokens, cached_tokens, self._reasoning_counters.values())
 
     def _usage(
-        self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, counters: Iterable[ReasoningTokens]
+        self,
+        prompt_tokens: int,
+        completion_tokens: int,
+        cached_tokens: CachedTokens,
+        counters: Iterable[ReasoningTokens],
     ) -> Json:
         """Return OpenAI's `usage` object with these numbers of tokens; `counters` have counted the reasoning."""
         counts: Json = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": cached_tokens.total},
         }
+        if cached_tokens.loaded:  # no field of OpenAI's
+            counts["prompt_tokens_details"]["cached_tokens_by_tier"] = asdict(cached_tokens)
         if self.request.is_chat:
             counts["completion_tokens_details"] = {"reasoning_tokens": sum(counter.count for counter in counters)}
         return counts
@@ -257,7 +265,7 @@ class Reply(AnyReply):
         if self.request.continuous_usage:
             num_sent = self._num_sent.get(index, 0) if self.request.has_output else 0
             counters = [self._reasoning_counters[index]] if index in self._reasoning_counters else []
-            so_far = self._usage(len(output.prompt_token_ids), num_sent, output.num_cached_tokens, counters)
+            so_far = self._usage(len(output.prompt_token_ids), num_sent, output.cached_tokens, counters)
             usage = f', "usage": {json.dumps(so_far)}'
         more = f", {json.dumps(top)[1:-1]}" if top else ""
         return f"data: {self._chunk_head}{index}, {json.dumps(fields)[1:]}]{more}{usage}}}\n\n".encode()

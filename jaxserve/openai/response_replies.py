@@ -237,10 +237,10 @@ def _raw_messages(prompt: str, output: RequestOutput) -> Json:
 
 def _usage(usage: Json) -> Json:
     """Return the `usage` object of /v1/responses for a chat's `usage` object."""
-    cached, details = usage["prompt_tokens_details"]["cached_tokens"], usage.get("completion_tokens_details", {})
+    details = usage.get("completion_tokens_details", {})
     return {
         "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
         "total_tokens": usage["total_tokens"],

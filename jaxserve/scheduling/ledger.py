@@ -75,6 +75,7 @@ class Ledger:
         self.waiting.remove(request)
         self.store.abandon(request)
         request.has_failed, request.num_kept_tokens = False, 0
+        request.loaded_blocks.clear()
 
     def count(self, request: Request, sign: int = 1) -> None:
         """Add a waiting request to the counts of waiting tokens and pages; with sign=-1, subtract it.
@@ -99,6 +100,7 @@ class Ledger:
         """
         request.status = RequestStatus.RUNNING
         request.has_failed, request.num_kept_tokens = False, 0
+        request.loaded_blocks.clear()
         request.slot = self.free_slots.pop()
         request.pages = pages
         request.num_computed_tokens = num_computed_tokens

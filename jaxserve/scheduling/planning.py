@@ -105,7 +105,7 @@ def join(plans: Sequence[StepPlan], num_shard_pages: int) -> StepPlan:
             getattr(joined, name).extend(getattr(part, name))
         first_page = index * num_shard_pages
         joined.copies += [(first_page + source, first_page + target) for source, target in part.copies]
-        for name in ("num_decode_tokens", "num_prefill_tokens", "num_cached_tokens"):
+        for name in ("num_decode_tokens", "num_prefill_tokens", "cached_tokens", "num_sought_tokens"):
             setattr(joined, name, getattr(joined, name) + getattr(part, name))
         joined.wants_logprobs |= part.wants_logprobs
         joined.wants_prompt_logprobs |= part.wants_prompt_logprobs

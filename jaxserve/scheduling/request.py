@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar, get_type_hints, runtime_checkable
 
+from jaxserve.api.cached_tokens import NO_CACHED_TOKENS, CachedTokens
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
 
@@ -105,7 +106,7 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_tokens_when_preempted: int = 0  # includes tokens that were then on the device
-    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    cached_tokens: CachedTokens = NO_CACHED_TOKENS  # prompt tokens found in the prefix cache at first admission
     num_preemptions: Moved[int] = 0
     first_due_s: Moved[float] = 0.0  # due or actual time of its first token, the later one; 0 before
     pages: list[int] = field(default_factory=list)  # page ids of all KV groups, by block; append-only while running
@@ -114,12 +115,20 @@ class Request:
     page_hashes: list[bytes] = field(default_factory=list)  # hashes of full pages with known tokens
     num_transfers: int = 0  # page moves that it waits for; 0 unless loading
     has_failed: bool = False  # True if it waits after a page failed to load
+    loaded_blocks: dict[int, str] = field(
+        default_factory=dict
+    )  # tier of each block loaded for it; empty unless waiting
     num_kept_tokens: int = 0  # tokens computed when it was swapped out; 0 unless waiting since
     branch_tokens: int = 0  # length of the prefix shared with others that has no state snapshot yet; otherwise 0
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of prompt tokens found in the prefix cache at first admission, in any tier."""
+        return self.cached_tokens.total
 
     @property
     def num_known_tokens(self) -> int:

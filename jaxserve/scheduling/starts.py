@@ -270,11 +270,13 @@ class StartPlanner:
                 request.branch_tokens = num_full * ledger.page_size
             if num_blocks:
                 plan.restored.append((plan.num_rows, states.read(hashes[num_blocks - 1])))
+        found = ledger.store.by_tier(request, start)
         if not request.num_preemptions:
-            request.num_cached_tokens = start
+            request.cached_tokens = found
         ledger.count(request, -1)
         ledger.start(request, pages, start)
-        plan.num_cached_tokens += start
+        plan.cached_tokens += found
+        plan.num_sought_tokens += request.num_tokens - found.device if ledger.store.has_tiers else 0
         plan.admitted.append(request)
         self._prompts.compute(self._prompts.add_row(request, plan), num_tokens, plan)
         if in_prefill(request):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from jaxserve.api.cached_tokens import NO_CACHED_TOKENS, CachedTokens
 from jaxserve.scheduling.request import Request
 
 
@@ -108,7 +109,8 @@ class StepPlan:
             it does, and more in a plan with several steps, which also computes each sampled token except the last.
         num_decode_tokens: tokens of rows that were already running and had exactly one token left.
         num_prefill_tokens: all other tokens.
-        num_cached_tokens: tokens that admitted requests found in the prefix cache.
+        cached_tokens: tokens that admitted requests found in the prefix cache.
+        num_sought_tokens: tokens of admitted requests that lower tiers, if there are any, were searched for.
         preempted: requests that lost their pages to older ones while this plan was made; none has a row.
         admitted: requests that start with this plan and need their device state set.
         grown: requests whose pages this plan extended; possibly repeated, also admitted, or preempted since.
@@ -135,7 +137,8 @@ class StepPlan:
     max_new: list[int] = field(default_factory=list)
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
-    num_cached_tokens: int = 0
+    cached_tokens: CachedTokens = NO_CACHED_TOKENS
+    num_sought_tokens: int = 0
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
@@ -160,6 +163,11 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         return len(self.requests)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of tokens that admitted requests found in the prefix cache, in any tier."""
+        return self.cached_tokens.total
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import partial
 from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING
@@ -25,7 +26,6 @@ _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _REJECTIONS = ("queue_full", "queue_tokens", "wait", "extras", "shed", "key_limit", "rate_limit", "draining")
 _NEVER_COUNTED = (  # there are no caches but the pools, and no prompts but text
-    *("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"),
     *("vllm:mm_cache_queries", "vllm:mm_cache_hits"),
 )
 FRESH_S = 0.02  # lifetime of an estimate
@@ -187,12 +187,12 @@ class Observer(Collector):
         yield from self._gauges()
         sources = {
             "local_compute": stats.num_prefill_tokens,
-            "local_cache_hit": stats.num_cached_tokens,
-            "external_kv_transfer": 0,  # there is no cache but the pools
+            "local_cache_hit": stats.cached_tokens.device,
+            "external_kv_transfer": stats.cached_tokens.loaded,
         }
         yield counter("vllm:prompt_tokens_by_source", sources, "source")
         places = dict.fromkeys(("device", "host", "p2p", "disk", "external_unspecified"), 0)
-        places["device"] = stats.num_cached_tokens
+        places |= asdict(stats.cached_tokens)
         yield counter("vllm:prompt_tokens_cached_by_source", places, "source")
         yield counter("vllm:request_success", self._finished, "finished_reason")
         yield _family(CounterMetricFamily, by_model, "vllm:admission_rejections", self.rejections, "reason")

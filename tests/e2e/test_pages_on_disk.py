@@ -14,6 +14,7 @@ import jax
 import pytest
 from hypothesis import given
 
+from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.metrics import EngineStats
 from jaxserve.api.outputs import RequestOutput
@@ -123,8 +124,9 @@ def test_another_engine_continues_conversations(open_engine: Callable[..., Drive
     second = open_engine()
     for output, wanted in zip(generate(second, prompts, GREEDY), expected, strict=True):
         assert_same(output, wanted)
-        assert output.num_cached_tokens == 32
+        assert output.cached_tokens == CachedTokens(disk=32)
     stats = moved(second)
+    assert (stats.cached_tokens, stats.num_sought_tokens) == (CachedTokens(disk=6 * 32), 6 * 33)
     assert stats.num_loaded_pages >= 6 * 32 // SIZES["page_size"]
     assert stats.num_dropped_pages == stats.num_corrupt_pages == 0
 

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulation import VOCAB_SIZE, Device, Loop, generate_alone, make_request, make_scheduler, num_computed
 from slow_tier import SlowTier
 
+from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.core.event_log import event_from_json, event_to_json
 from jaxserve.core.events import (
     Added,
@@ -265,8 +266,30 @@ def test_evicted_pages_are_loaded_again():
     tiers.end(0)
     assert again.status is RequestStatus.WAITING
     tiers.drain()
-    assert again.num_cached_tokens == 28
+    assert again.cached_tokens == CachedTokens(disk=28)
     tiers.replay()
+    half = tiers.run("half", [*range(18), 99, 98])
+    assert half.cached_tokens == CachedTokens(device=16)
+    (plan,) = [plan for plan in tiers.plans if again in plan.admitted]
+    assert (plan.cached_tokens, plan.num_sought_tokens) == (CachedTokens(disk=28), 30)
+    (plan,) = [plan for plan in tiers.plans if half in plan.admitted]
+    assert (plan.cached_tokens, plan.num_sought_tokens) == (CachedTokens(device=16), 4)
+
+
+def test_cached_tokens_are_counted_by_the_tier_that_had_them():
+    """Two blocks are in device memory, five are loaded, and the last load fails."""
+    tiers = new_tiers()
+    tiers.run("first", range(30))
+    flood(tiers)
+    tiers.run("start", range(9))
+    loaded = tiers.tier.counts["loads"]
+    again = tiers.add(make_request("again", range(30), 2))
+    tiers.schedule()
+    assert tiers.tier.counts["loads"] == loaded + 5
+    tiers.end(4, ok=False)
+    tiers.drain()
+    assert again.cached_tokens == CachedTokens(device=8, disk=16)
+    assert tiers.run("more", range(30)).cached_tokens == CachedTokens(device=28)
 
 
 def test_other_requests_continue_while_one_loads():

@@ -34,6 +34,8 @@ class DiskTier:
         num_pages: capacity.
     """
 
+    name = "disk"
+
     def __init__(self, keys: Iterable[PageKey], num_pages: int) -> None:
         self._num_pages = num_pages
         self._stored: OrderedDict[PageKey, int | None] = OrderedDict.fromkeys(keys)  # move that stored each page

@@ -14,8 +14,10 @@ prefix is cached if every kind finds all pages that the next token sees.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
+from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.scheduling.kv_cache.eviction import EvictionOrder
 from jaxserve.scheduling.kv_cache.group_kinds import (
     FullAttention,
@@ -325,9 +327,18 @@ class PageStore:
         for (index, content), page in zip(missing, taken[len(pages) :], strict=True):
             pages[index] = page
             self._pages.states[page] = LOADING
-            self._transfers.load(page, content)
+            request.loaded_blocks[index // size] = self._transfers.load(page, content)
         self._transfers.wait(request)
         return True
+
+    def by_tier(self, request: Request, num_tokens: int) -> CachedTokens:
+        """Return how many of a waiting request's first `num_tokens` tokens, all cached, came from which tier."""
+        if not request.loaded_blocks:
+            return CachedTokens(num_tokens)
+        loaded: Counter[str] = Counter()
+        for block, tier in request.loaded_blocks.items():
+            loaded[tier] += max(min(num_tokens - block * self.page_size, self.page_size), 0)
+        return CachedTokens(num_tokens - loaded.total(), **loaded)
 
     def transferred(self, keys: Iterable[int], *, ok: bool) -> None:
         """Update the pages whose moves have ended; requests that wait for no other moves can start.

@@ -40,7 +40,12 @@ class Tier(Protocol):
 
     A replay of the scheduler's events thus makes the same plans with a tier of the same size. A move is identified by
     its key, because other moves may have the same content, before and after `clear`.
+
+    Attributes:
+        name: one of `LOWER_TIERS`, under which its tokens are counted.
     """
+
+    name: str
 
     def has(self, group: int, page_hash: bytes) -> bool:
         """Return whether a page can be loaded."""
@@ -138,11 +143,12 @@ class Transfers:
         """Return whether a page without owners should be stored before it is evicted."""
         return bool(self.tiers) and not self.reaches(*content[:2])
 
-    def load(self, page: int, content: Content) -> None:
-        """Begin to load a page from the first tier that has its content."""
+    def load(self, page: int, content: Content) -> str:
+        """Begin to load a page from the first tier that has its content; return the tier's name."""
         tier = next(tier for tier in self.tiers if tier.has(*content[:2]))
         self.loading[content[:2]] = page
         tier.load(self._begin(page, content, tier, is_load=True))
+        return tier.name
 
     def store(self, page: int, content: Content) -> None:
         """Begin to store a page in the first lower tier."""
