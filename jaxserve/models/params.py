@@ -150,10 +150,8 @@ def matrix_transform(
             return convert(spec, tensor)
         shards = list(_shards(spec, tensor, sharding))
         spec = spec.on_device(sharding.mesh.size)
-        leaves = own.leaves(spec, shards[0].shape, tensor.dtype)
-        axes = [leaf.axes_by_rows if is_packed else leaf.axes for leaf in leaves]
-        if is_packed:
-            axes += axes[-1:] * (3 - len(axes))  # panels always have scales and zero points, which may be empty
+        described = own, spec, shards[0].shape, tensor.dtype
+        axes = packed.leaf_axes(*described) if is_packed else [leaf.axes for leaf in own.leaves(*described[1:])]
         return _join([convert(spec, shard) for shard in shards], axes, sharding.mesh)
 
     return transform

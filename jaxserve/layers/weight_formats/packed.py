@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import no_type_check
 
 import jax
@@ -10,9 +11,10 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxserve.layers.linear import LinearContext, Matrix
+from jaxserve.layers.linear import LinearContext, Matrix, MeshAxes
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.weight_formats.matrix_inputs import PLAIN_INPUTS, MatrixInputs
 from jaxserve.layers.weight_formats.weight_format import FormatChoice, Row, WeightFormat
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
@@ -24,9 +26,16 @@ from jaxserve.weights import StoredTensor
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NativeMatrix(Matrix):
-    """A packed matrix, whose kernel computes a linear layer in one call."""
+    """A packed matrix, whose kernel computes a linear layer in one call.
+
+    Attributes:
+        packed: the matrix.
+        inputs: column order and quantisation of the inputs. Quantised inputs are multiplied by their scales before the
+            matmul, which the kernel computes with all 24 bits.
+    """
 
     packed: PackedMatrix
+    inputs: MatrixInputs = PLAIN_INPUTS
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,12 +45,22 @@ class NativeMatrix(Matrix):
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
         """Return `x @ W.T`; the kernel for gated matrices would also apply SwiGLU, so they are passed as plain ones."""
         return _plain_rows(
-            self.packed, packed_linear.multiply(_plain_panels(self.packed), x, num_live=context.num_live)
+            self.packed,
+            packed_linear.multiply(
+                _plain_panels(self.packed), self._prepared(x, context.axis), num_live=context.num_live
+            ),
         )
 
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
-        return packed_linear.rows(self.packed, ids)
+        return self.inputs.restore(packed_linear.rows(self.packed, ids))
+
+    def _prepared(self, x: Float[Array, "T in"], axis: MeshAxes | None) -> Float[Array, "T in"]:
+        """Return the kernel's inputs; see `MatrixInputs.prepare`."""
+        if self.inputs.are_plain:
+            return x
+        x, factor = self.inputs.prepare(x.astype(jnp.float32), axis)
+        return x if factor is None else x * factor
 
     def linear(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T outputs"]:
         """Compute the linear layer in one call, unless devices sum first; an activation it lacks follows the call."""
@@ -50,12 +69,12 @@ class NativeMatrix(Matrix):
         if context.axis is not None or (gated and not is_whole):
             return super().linear(x, context)
         norm, fused = context.norm, None
-        if norm is not None and norm.function is rms_norm:
+        if norm is not None and norm.function is rms_norm and self.inputs.are_plain:
             assert not isinstance(norm.weight, Mapping), "RMS norms have no bias"
             fused = norm.weight, norm.eps
         elif norm is not None:
             x = norm(x)
-        residual = context.residual if is_whole else None
+        x, residual = self._prepared(x, None), context.residual if is_whole else None
         operands = {"bias": context.bias, "residual": residual, "num_live": context.num_live}
         y = packed_linear.multiply(self.packed, x, rms_norm=fused, **operands)
         y = y.astype(context.dtype)
@@ -65,6 +84,7 @@ class NativeMatrix(Matrix):
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
         """Compute the grouped matmul in one call."""
+        x = self._prepared(x, context.axis)
         return _plain_rows(self.packed, grouped_matmul(x, _plain_panels(self.packed), group_sizes))
 
     def linear_groups(
@@ -73,7 +93,7 @@ class NativeMatrix(Matrix):
         """Compute the linear layers in one call if the matrices are gated and have no bias."""
         if not self.packed.gated or context.activation is not swiglu or context.bias is not None:
             return super().linear_groups(x, group_sizes, context)
-        return grouped_matmul(x, self.packed, group_sizes).astype(context.dtype)
+        return grouped_matmul(self._prepared(x, context.axis), self.packed, group_sizes).astype(context.dtype)
 
 
 def _plain_panels(packed: PackedMatrix) -> PackedMatrix:
@@ -112,13 +132,16 @@ def unsupported(form: FormatChoice, dtype: DTypeLike, platform: str | None = Non
 
 def abstract(form: WeightFormat, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> NativeMatrix:
     """Return the result of `pack` as shapes, for a device's shard [N, K]."""
-    leaves, native = form.leaves(row, shape, dtype), form.native_dtype(dtype)
+    grids, native = form.leaves(row, shape, dtype), form.native_dtype(dtype)
     assert native is not None, "see `unsupported`"
-    (N, K), num_groups, has_zeros = shape, leaves[1].shape[0] if len(leaves) > 1 else 0, len(leaves) > 2
+    if inputs := form.input_leaves(row, shape):
+        grids = grids[: -len(inputs)]
+    (N, K), num_groups, has_zeros = shape, grids[1].shape[0] if len(grids) > 1 else 0, len(grids) > 2
     num_matrices, gated = row.num_matrices, row.gated
-    return NativeMatrix(
-        packed_linear.abstract(N, K, native, num_groups, num_matrices=num_matrices, gated=gated, has_zeros=has_zeros)
+    matrix = packed_linear.abstract(
+        N, K, native, num_groups, num_matrices=num_matrices, gated=gated, has_zeros=has_zeros
     )
+    return NativeMatrix(matrix, form.inputs(*(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in inputs)))
 
 
 def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:
@@ -127,4 +150,13 @@ def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:
     assert dtype is not None, "see `unsupported`"
     packer = Packer(abstract(form, row, tensor.shape, tensor.dtype).packed, dtype)
     form.each_slab(row, tensor, form.leaves(row, tensor.shape, tensor.dtype), packer.write)
-    return NativeMatrix(packer.matrix(tensor.sharding))
+    inputs = jax.tree.map(partial(jax.device_put, device=tensor.sharding), form.read_inputs(row, tensor))
+    return NativeMatrix(packer.matrix(tensor.sharding), inputs)
+
+
+def leaf_axes(form: WeightFormat, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> list[tuple[str | None, ...]]:
+    """Return the logical axes of each array in `pack`'s result, for a device's shard [N, K]."""
+    axes = [leaf.axes_by_rows for leaf in form.leaves(row, shape, dtype)]
+    inputs = [leaf.axes for leaf in form.input_leaves(row, shape)]
+    panels = axes[: len(axes) - len(inputs)]
+    return panels + panels[-1:] * (3 - len(panels)) + inputs  # scales and zero points always exist, perhaps empty

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
+from jaxserve.layers.weight_formats.matrix_inputs import MatrixInputs
 from jaxserve.layers.weight_formats.stored_matrix import StoredMatrix
 from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
 from jaxserve.pallas_kernels.grouped_matmul.elements import (
@@ -25,11 +26,9 @@ from jaxserve.weights import CheckpointError, QuantizedPart, Scheme, Schemes, St
 from jaxserve.weights.quantized.packing import nibbles
 from jaxserve.weights.quantized.scheme import Role
 
-# Roles of the arrays that only some schemes have, in the order of `StoredMatrix`'s fields.
-_OPTIONAL: tuple[Role, ...] = (
-    *("global_scale", "zero", "minimum", "order"),
-    *("input_factor", "input_scale", "input_zero"),
-)
+# Roles of the arrays that only some schemes have, in the order of `StoredMatrix`'s and `MatrixInputs`' fields.
+_GRIDS: tuple[Role, ...] = ("global_scale", "zero", "minimum")
+_INPUTS: tuple[Role, ...] = ("order", "input_factor", "input_scale", "input_zero")
 _SLAB_SIZE = 1 << 20  # elements per thread and read: in GPTQ files a row touches as many pages as it has columns
 
 
@@ -88,17 +87,14 @@ class SchemeFormat(WeightFormat):
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
         """Return the element dtype that native kernels read, or None if they do not support the scheme.
 
-        They support int4 and int8 with a scale per group of consecutive columns, and with activations that are neither
-        scaled nor quantised. With zero points, elements must have 4 bits (uint4); minima are passed as zero points.
+        They support int4 and int8 with a scale per group of consecutive columns. With zero points, elements must have 4
+        bits (uint4); minima are passed as zero points.
         """
         native = {
             ("int4", False): jnp.int4,
             ("int4", True): jnp.uint4,
             ("int8", False): jnp.int8,
         }
-        others = set(self.scheme.suffixes) - {"elements", "scale", "zero", "minimum"}
-        if self.scheme.activation is not None or others:
-            return None
         return native.get((self.scheme.elements, self.scheme.has("zero") or self.scheme.has("minimum")))
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
@@ -124,13 +120,44 @@ class SchemeFormat(WeightFormat):
             "global_scale": Leaf((num_rows, 1), float32, (out_axis, None)),
             "zero": Leaf.grid(*size, elements, (out_axis, group_axis)),
             "minimum": Leaf.grid(*size, float32, (out_axis, group_axis)),
+        }
+        assert tuple(optional) == _GRIDS, "`weight` takes the arrays in this order"
+        grids = (leaf for role, leaf in optional.items() if scheme.has(role))
+        return (*leaves, *grids, *self.input_leaves(row, shape))
+
+    def input_leaves(self, row: Row, shape: tuple[int, ...]) -> tuple[Leaf, ...]:
+        """Return the `MatrixInputs` arrays that the scheme has."""
+        (_, in_size), (_, in_axis), float32 = shape, row.axes, np.dtype(np.float32)
+        optional: dict[Role, Leaf] = {
             "order": Leaf((in_size,), np.dtype(np.int32), (in_axis,)),
             "input_factor": Leaf((in_size,), float32, (in_axis,)),
             "input_scale": Leaf((), float32, ()),
             "input_zero": Leaf((), float32, ()),
         }
-        assert tuple(optional) == _OPTIONAL, "`weight` takes the arrays in this order"
-        return (*leaves, *(leaf for role, leaf in optional.items() if scheme.has(role)))
+        assert tuple(optional) == _INPUTS, "`inputs` takes the arrays in this order"
+        return tuple(leaf for role, leaf in optional.items() if self.scheme.has(role))
+
+    def inputs(self, *arrays: Any) -> MatrixInputs:
+        """Return column order, factors and quantisation for the arrays in `input_leaves`, or for their shapes."""
+        optional = iter(arrays)
+        arrays_or_none = (next(optional) if self.scheme.has(role) else None for role in _INPUTS)
+        fields: list[Any] = [*arrays_or_none, self.scheme.activation]
+        return MatrixInputs(*fields)
+
+    def read_inputs(self, row: Row, tensor: StoredTensor) -> MatrixInputs:
+        """Read column order, factors and activation scales, in host memory."""
+        parts = self._parts(row, tensor)
+        inputs = self.inputs(*(np.zeros(leaf.shape, leaf.dtype) for leaf in self.input_leaves(row, tensor.shape)))
+        if inputs.order is not None:
+            whole = self._parts(row, tensor.whole_rows())
+            inputs.order[:] = _sorted_columns(row, whole, self.scheme)[slice(*parts[0].columns)]
+        if inputs.factor is not None:
+            inputs.factor[:] = _common(row, [part.input_factor() for part in parts], "pre_quant_scale")
+        if inputs.scale is not None:
+            inputs.scale[...], zero = self._input_scales(parts)
+            if inputs.zero is not None:
+                inputs.zero[...] = zero
+        return inputs
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
         """Raise: this format is only read from checkpoints, never produced from floats."""
@@ -140,29 +167,21 @@ class SchemeFormat(WeightFormat):
         """Return the matrix for the arrays in `leaves`, or for their shapes."""
         elements, scale, *rest = leaves
         optional = iter(rest)
-        others = (next(optional) if self.scheme.has(role) else None for role in _OPTIONAL)
-        fields: list[Any] = [elements, scale, *others, self.scheme]
+        grids = [next(optional) if self.scheme.has(role) else None for role in _GRIDS]
+        fields: list[Any] = [elements, scale, *grids, self.inputs(*optional), self.scheme]
         return StoredMatrix(*fields)
 
     def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
         """Read a device's shard as it is stored, slab by slab."""
-        parts, whole = self._parts(row, tensor), tensor.whole_rows()
-        columns = parts[0].columns
-        leaves = self.leaves(row, tensor.shape, tensor.dtype)
-        buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves]
-        matrix = self.weight(*buffers)
-        if matrix.order is not None:
-            matrix.order[:] = _sorted_columns(row, self._parts(row, whole), self.scheme)[slice(*columns)]
-        if matrix.input_factor is not None:
-            matrix.input_factor[:] = _common(row, [part.input_factor() for part in parts], "pre_quant_scale")
+        leaves, inputs = self.leaves(row, tensor.shape, tensor.dtype), self.read_inputs(row, tensor)
+        input_arrays = jax.tree.leaves(inputs)
+        buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves[: len(leaves) - len(input_arrays)]]
+        matrix = self.weight(*buffers, *input_arrays)
 
-        def add(start: int, part: Any) -> None:
+        def add(start: int, elements: NDArray[Any], part: Any, grids: _Grids) -> None:
             """Write a part's elements and grids to the buffers, from row `start` on."""
-            rows, elements = slice(start, start + len(part)), part.elements()
-            elements = nibbles(elements) if self.scheme.is_packed else elements
-            elements = elements if matrix.order is None else elements[:, matrix.order]
+            rows = slice(start, start + len(elements))
             matrix.elements[rows] = packed(elements) if self.scheme.is_packed else elements
-            grids = self._grids(row, part, columns)
             matrix.scale.view(np.dtype(self.scheme.scale_dtype))[:, rows] = grids.scale.T
             if matrix.zero is not None and grids.zero is not None:
                 matrix.zero[:, rows] = grids.zero.T
@@ -171,30 +190,48 @@ class SchemeFormat(WeightFormat):
             if matrix.row_scale is not None:
                 matrix.row_scale[rows] = part.global_scale()
 
-        read = tensor if matrix.order is None else whole
-        read.each_slice(_slab_rows(read.shape[1]), add)
-        if matrix.input_scale is not None:
-            matrix.input_scale[...], zero = self._input_scales(parts)
-            if matrix.input_zero is not None:
-                matrix.input_zero[...] = zero
-        return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
+        self._each_part(row, tensor, inputs, add)
+        return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in (*buffers, *input_arrays)))
 
     def each_slab(self, row: Row, tensor: StoredTensor, leaves: Sequence[Leaf], use: Callable[..., None]) -> None:
-        """Read the file's integers: signed, or from 0 to 15 with zero points."""
-        self._parts(row, tensor)
+        """Read the file's elements: integers are signed, or from 0 to 15 with zero points."""
 
-        def add(start: int, part: Any) -> None:
-            """Pass a part's integers, scales and zero points to `use`, with its first row."""
-            elements, (scale, zero, minimum) = part.elements(), self._grids(row, part, part.columns)
-            if self.scheme.is_packed:
-                elements = nibbles(elements)
-                is_signed = zero is None and minimum is None
-                elements = elements.view(np.int8) - np.int8(INT4_ZERO) if is_signed else elements
+        def add(start: int, elements: NDArray[Any], part: Any, grids: _Grids) -> None:
+            """Pass a part's elements, scales and zero points to `use`, with its first row."""
+            scale, zero, minimum = grids
+            if self.scheme.is_packed and zero is None and minimum is None:
+                elements = elements.view(np.int8) - np.int8(INT4_ZERO)
             if minimum is not None:
                 elements, scale, zero = _with_zeros(elements, scale, minimum)
             use(start, elements, scale, zero)
 
-        tensor.each_slice(_slab_rows(tensor.shape[1]), add)
+        self._each_part(row, tensor, self.read_inputs(row, tensor), add)
+
+    def _each_part(
+        self,
+        row: Row,
+        tensor: StoredTensor,
+        inputs: MatrixInputs,
+        use: Callable[[int, NDArray[Any], Any, _Grids], None],
+    ) -> None:
+        """Call `use(start, elements, part, grids)` slab by slab, with one element per byte and columns in order.
+
+        Args:
+            row: the whole tensor.
+            tensor: a device's shard, unread.
+            inputs: column order of the shard.
+            use: function called with a slab's first row, its elements, its part of the file and its grids.
+        """
+        columns = self._parts(row, tensor)[0].columns
+        order = inputs.order
+
+        def add(start: int, part: Any) -> None:
+            """Read a part's elements and grids."""
+            elements = nibbles(part.elements()) if self.scheme.is_packed else part.elements()
+            use(start, elements if order is None else elements[:, order], part, self._grids(row, part, columns))
+
+        read = tensor if order is None else tensor.whole_rows()
+        read.each_slice(_slab_rows(read.shape[1]), add)
 
     def _parts(self, row: Row, tensor: StoredTensor) -> list[QuantizedPart]:
         """Return a tensor's parts; CheckpointError unless all are quantised."""

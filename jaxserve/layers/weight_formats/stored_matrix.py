@@ -10,12 +10,12 @@ from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from jaxserve.layers.linear import LinearContext
 from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.layers.weight_formats import activations
+from jaxserve.layers.weight_formats.matrix_inputs import MatrixInputs
 from jaxserve.layers.weight_formats.scaled_matrix import ScaledMatrix
 from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack
 from jaxserve.pallas_kernels.grouped_matmul.elements import INT4_ZERO, e2m1_floats, scale_floats, unpacked
@@ -34,11 +34,7 @@ class StoredMatrix(ScaledMatrix):
         row_scale: second scale per row, in schemes with a scale for the whole tensor.
         zero: zero point for each scale.
         minimum: minimum for each scale, subtracted from elements times scales, in schemes without zero points.
-        order: input index of each stored column, if the checkpoint's groups are not consecutive columns. Columns are
-            sorted by group before they are sharded, so that a shard's inputs may lie on other devices.
-        input_factor: factor on each input.
-        input_scale: static activation scale.
-        input_zero: static activation zero point.
+        inputs: column order and quantisation of the inputs.
         scheme: the checkpoint's quantisation scheme.
     """
 
@@ -47,10 +43,7 @@ class StoredMatrix(ScaledMatrix):
     row_scale: Float32[Array, "*stack out 1"] | None
     zero: Shaped[Array, "*stack groups out"] | None
     minimum: Float32[Array, "*stack groups out"] | None
-    order: Int[Array, "*stack in"] | None
-    input_factor: Float32[Array, "*stack in"] | None
-    input_scale: Float32[Array, "*stack"] | None
-    input_zero: Float32[Array, "*stack"] | None
+    inputs: MatrixInputs
     scheme: Scheme = field(metadata={"static": True})
 
     @property
@@ -81,15 +74,7 @@ class StoredMatrix(ScaledMatrix):
         self, x: Float[Array, "T in"], context: LinearContext
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
         """Return x in column order, quantised and with a factor if the scheme quantises activations."""
-        if self.order is not None:
-            x = x if context.axis is None else lax.all_gather(x, context.axis, axis=1, tiled=True)
-            x = x.at[:, self.order].get(mode="promise_in_bounds", unique_indices=True)
-        if self.input_factor is not None:
-            x = (x * self.input_factor[None]).astype(x.dtype)
-        if self.scheme.activation is None:
-            return x, None
-        stored = activations.Scales(self.input_scale, self.input_zero)
-        return activations.quantize(x, self.scheme.activation, stored, context.axis)
+        return self.inputs.prepare(x, context.axis)
 
     def rows_arrays(self) -> tuple[StoredRows, ...]:
         """Return elements, scales and the other arrays by row."""
@@ -103,10 +88,7 @@ class StoredMatrix(ScaledMatrix):
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones; the matrix must not be split by columns."""
-        rows = super().rows(ids)
-        if self.order is not None:
-            rows = jnp.zeros_like(rows).at[:, self.order].set(rows)
-        return rows if self.input_factor is None else rows * self.input_factor[None]
+        return self.inputs.restore(super().rows(ids))
 
 
 def _dequantize(

@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
+from jaxserve.layers.weight_formats.matrix_inputs import PLAIN_INPUTS, MatrixInputs
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
 from jaxserve.weights import StoredTensor, host_buffer
 from jaxserve.weights.rows import TensorRow
@@ -119,6 +120,18 @@ class WeightFormat(ABC):
             shape: shape of the device's shard.
             dtype: dtype for plain weights.
         """
+
+    def input_leaves(self, row: Row, shape: tuple[int, ...]) -> tuple[Leaf, ...]:
+        """Return the last of `leaves`: those that describe a matmul's inputs; none by default."""
+        return ()
+
+    def inputs(self, *arrays: Any) -> MatrixInputs:
+        """Return the treatment of a matmul's inputs, given the arrays in `input_leaves` or their shapes."""
+        return PLAIN_INPUTS
+
+    def read_inputs(self, row: Row, tensor: StoredTensor) -> MatrixInputs:
+        """Read the arrays in `input_leaves` for a device's shard, in host memory."""
+        return PLAIN_INPUTS
 
     @abstractmethod
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:

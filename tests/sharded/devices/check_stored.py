@@ -64,9 +64,10 @@ SOME = ("gptq-order over 2", "ct-nvfp4 over 4")
 
 CASES_OVER = [f"{name} over {n}" for name in NAMES for n in (2, 4)]
 if packed_linear.unsupported("int4", "cpu") is None:
-    INTEGERS = ("gptq-wide", "ct-int4-channel", "ct-int4-zeros", "awq", "ct-int8-weights")
+    INTEGERS: tuple[str, ...] = ("gptq-wide", "ct-int4-channel", "ct-int4-zeros", "awq", "ct-int8-weights")
+    INTEGERS += ("gptq-order", "gptq-order-wide", "modelopt-int4-awq", "ct-w8a8-zeros")
     CASES_OVER += [f"{name} over {n} by native kernels" for name in INTEGERS for n in (2, 4)]
-    SOME += ("awq over 4 by native kernels",)
+    SOME += ("awq over 4 by native kernels", "gptq-order over 2 by native kernels")
 
 
 @pytest.mark.parametrize("case", some_by_default(CASES_OVER, *SOME))

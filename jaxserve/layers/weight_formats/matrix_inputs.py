@@ -1,0 +1,68 @@
+"""MatrixInputs: what a quantised checkpoint does to a matmul's inputs."""
+
+from dataclasses import dataclass, field
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int
+
+from jaxserve.layers.weight_formats import activations
+from jaxserve.layers.weight_formats.activations import MeshAxes
+from jaxserve.weights import Activation
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MatrixInputs:
+    """Column order, factors and quantisation of a matmul's inputs; by default inputs stay as they are.
+
+    Attributes:
+        order: input index of each stored column, if the checkpoint's groups are not consecutive columns. Columns are
+            sorted by group before they are sharded, so that a shard's inputs may lie on other devices.
+        factor: factor on each input.
+        scale: static activation scale.
+        zero: static activation zero point.
+        activation: quantisation of the inputs, or None.
+    """
+
+    order: Int[Array, "*stack in"] | None = None
+    factor: Float32[Array, "*stack in"] | None = None
+    scale: Float32[Array, "*stack"] | None = None
+    zero: Float32[Array, "*stack"] | None = None
+    activation: Activation | None = field(default=None, metadata={"static": True})
+
+    @property
+    def are_plain(self) -> bool:
+        """True if inputs stay as they are."""
+        return self.order is None and self.factor is None and self.activation is None
+
+    def prepare(
+        self, x: Float[Array, "T in"], axis: MeshAxes | None
+    ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
+        """Return x in column order, quantised and with a factor for the outputs if inputs are quantised.
+
+        Args:
+            x: activations; with an axis, this device's columns.
+            axis: mesh axes over which x's columns are sharded; None if they are not.
+        """
+        if self.order is not None:
+            x = x if axis is None else lax.all_gather(x, axis, axis=1, tiled=True)
+            x = x.at[:, self.order].get(mode="promise_in_bounds", unique_indices=True)
+        if self.factor is not None:
+            x = (x * self.factor[None]).astype(x.dtype)
+        if self.activation is None:
+            return x, None
+        return activations.quantize(x, self.activation, activations.Scales(self.scale, self.zero), axis)
+
+    def restore(self, rows: Float[Array, "T in"]) -> Float[Array, "T in"]:
+        """Return stored matrix rows with their columns in input order and multiplied by the factors."""
+        if self.order is not None:
+            rows = jnp.zeros_like(rows).at[:, self.order].set(rows)
+        return rows if self.factor is None else rows * self.factor[None]
+
+
+PLAIN_INPUTS = MatrixInputs()
+"""Inputs that stay as they are."""
