@@ -23,7 +23,7 @@ from jaxserve.assembly.memory import (
     select_backend,
     state_bytes,
 )
-from jaxserve.assembly.parameters import build_meshes, build_params, compute_dtype, copies, unpacked_formats
+from jaxserve.assembly.parameters import build_meshes, build_params, compute_dtype, copies
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering
@@ -89,7 +89,6 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
         peers: other processes, which build the same.
     """
     warn_without_native_kernels()
-    _warn_of_slow_formats(config, arch)
     params, meshes = build_params(config, arch), build_meshes(config)
     draft = load_draft(config, arch)
     replicas, draft_replicas = copies(params, meshes), draft.replicas(meshes)
@@ -132,20 +131,6 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     for own, before in zip(programs, [None, *programs], strict=False):
         own.warm_up(config.compile_ahead, before)
     return runners
-
-
-def _warn_of_slow_formats(config: EngineConfig, arch: ArchConfig) -> None:
-    """Warn of quantised matrices that have no native CPU kernel, unless the user has chosen XLA."""
-    if jax.default_backend() != "cpu" or native.unavailable() is not None or config.linear_backend != "auto":
-        return
-    if counts := unpacked_formats(config, arch):
-        logger.warning(
-            "%d matrices (%s) have no kernel on a CPU: XLA dequantises them at every step, several times slower than "
-            'with quantization="int8" or "int4", which have kernels%s',
-            counts.total(),
-            ", ".join(counts),
-            "" if arch.schemes is None else " and quantise the matrices of a quantised checkpoint again",
-        )
 
 
 def may_constrain(config: EngineConfig) -> bool:

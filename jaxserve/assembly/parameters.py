@@ -16,7 +16,7 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.execution.xla_cache import cache_scope
 from jaxserve.layers.sharding import named_sharding, replica_meshes, replicated
-from jaxserve.layers.weight_formats import packed, plain, weight_format
+from jaxserve.layers.weight_formats import packed, weight_format
 from jaxserve.layers.weight_formats.stored import StoredFormat
 from jaxserve.layers.weight_formats.weight_format import FormatChoice
 from jaxserve.models import decoder, registry
@@ -225,13 +225,6 @@ def not_packed(
     if config.linear_backend != "auto":
         return f"linear_backend={config.linear_backend!r} leaves them to XLA"
     return packed.unsupported(form, dtype, platform)
-
-
-def unpacked_formats(config: EngineConfig, arch: ArchConfig) -> Counter[str]:
-    """Count the quantised matrices that are not packed for the native kernels, by format name."""
-    form, dtype = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
-    formats = [form.at(spec) or plain.FORMAT for spec in registry.param_specs(arch) if spec.is_matrix]
-    return Counter(each.name for each in formats if each is not plain.FORMAT and not_packed(config, each, dtype))
 
 
 def storage_name(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> str:

@@ -124,6 +124,7 @@ def grouped_matmul(
     num_shards: int = 1,
     row_factor: Float[Array, " out"] | None = None,
     xla_matmul: Callable[[], Float[Array, "M out"]] | None = None,
+    input_format: str = "float32",
     backend: str = AUTO,
 ) -> Float[Array, "M out"]:
     """Compute `y[m] = matrix[g] @ x[m]` for each row m, with the matrix of the row's group g.
@@ -140,6 +141,7 @@ def grouped_matmul(
             `xla_matmul` must include it.
         xla_matmul: fallback that computes a quantised matmul if no kernel can; only the weight format knows its
             layouts.
+        input_format: format to which packed matrices' kernels round x, one of `packed_linear.INPUT_FORMATS`.
         backend: "auto" or a backend name in `GROUPED_MATMUL` or `QUANTIZED_MATMUL`.
 
     Raises:
@@ -147,7 +149,7 @@ def grouped_matmul(
         UnsupportedBackendError: the requested backend cannot run this call.
     """
     result_dtype = jnp.dtype(dtype if row_factor is None else jnp.float32)
-    problem = _bind(x, matrices, group_sizes, layer, result_dtype, num_shards)
+    problem = _bind(x, matrices, group_sizes, layer, result_dtype, num_shards, input_format)
     op = QUANTIZED_MATMUL if isinstance(problem, QuantizedProblem) else GROUPED_MATMUL
     requested = default_matmul_backend() if backend == AUTO else backend
     chosen = op.select(requested, lambda candidate: candidate.unsupported_reason(problem))
@@ -172,6 +174,7 @@ def _bind(
     layer: int | Int[Array, ""] | None,
     result_dtype: jnp.dtype,
     num_shards: int,
+    input_format: str,
 ) -> Problem:
     """Check the shapes and dtypes of `grouped_matmul`'s arguments, and return its static parameters.
 
@@ -209,4 +212,5 @@ def _bind(
     if group_sizes is None or group_sizes.shape != (num_matrices,) or group_sizes.dtype != jnp.int32:
         found = "None" if group_sizes is None else f"{group_sizes.dtype} of shape {group_sizes.shape}"
         raise ValueError(f"group_sizes must be int32 of shape ({num_matrices},), one for each matrix, got {found}")
-    return Problem(**common, is_packed=isinstance(matrices, PackedMatrix), num_shards=num_shards)
+    is_packed = isinstance(matrices, PackedMatrix)
+    return Problem(**common, is_packed=is_packed, num_shards=num_shards, input_format=input_format)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
-from jaxserve.pallas_kernels.packed_linear import PackedMatrix
+from jaxserve.pallas_kernels.packed_linear import PackedMatrix, formats
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -31,7 +31,7 @@ def multiply(
     """Multiply each row of x by its group's matrix in one native call, in float32; apply SwiGLU if matrices are gated.
 
     Args:
-        problem: static parameters; not used.
+        problem: static parameters.
         x: rows, sorted by group.
         matrices: packed matrix for each group.
         group_sizes: rows per group; rows after the last group get zeros.
@@ -39,6 +39,11 @@ def multiply(
     """
     out = jax.ShapeDtypeStruct((x.shape[0], matrices.num_outputs), jnp.float32)
     y: Array = jax.ffi.ffi_call(native.GROUPED_LINEAR, out)(
-        x.astype(jnp.float32), matrices.weights, matrices.scales, matrices.zeros.reshape(-1), group_sizes
+        x.astype(jnp.float32),
+        matrices.weights,
+        matrices.scales,
+        matrices.zeros.reshape(-1),
+        group_sizes,
+        **formats(matrices, problem.input_format),
     )
     return y

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, PACKED
+from jaxserve.pallas_kernels.elements import FLOAT16_BITS, PACKED
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 
 ELEMENTS = ("int8", "int4", "e4m3", "e2m1")
@@ -66,6 +66,7 @@ class Problem:
         is_packed: True if the matrices are packed for the native kernels.
         num_shards: number of expert-parallel shards whose rows x holds; each has the same number of groups. The other
             shards' rows come after the last local group.
+        input_format: format to which the native kernels round x, one of `packed_linear.INPUT_FORMATS`.
     """
 
     num_rows: int
@@ -78,6 +79,7 @@ class Problem:
     platform: str
     is_packed: bool = False
     num_shards: int = 1
+    input_format: str = "float32"
 
     @property
     def kernel_dtype(self) -> jnp.dtype:

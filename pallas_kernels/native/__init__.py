@@ -18,7 +18,7 @@ import jax
 ATTENTION = "jaxserve_attention"
 LINEAR = "jaxserve_linear"
 GROUPED_LINEAR = "jaxserve_grouped_linear"
-ABI = 13  # version of the calls' signatures and of packed weights; ffi.cc has the same number
+ABI = 14  # version of the calls' signatures and of packed weights; ffi.cc has the same number
 
 _DIRECTORY = Path(__file__).parent
 _LIBRARY = _DIRECTORY / "_kernels.so"

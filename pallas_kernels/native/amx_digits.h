@@ -26,19 +26,21 @@ template <typename WeightFormat>
 class TileDigits : public TileTokens {
  public:
   using Format = WeightFormat;
+  using Block = DigitBlock<Format::kDigits>;
 
   static int64_t num_parts(const DigitGroups<Format>& groups) {
     return (groups.words_of(0) * Format::kChunks + kTileRows - 1) / kTileRows;
   }
   static int64_t size(const LinearProblem& p) {
     const DigitGroups<Format> groups(p);
-    const int64_t block_words = num_parts(groups) * kDigits * kTileRows + int64_t{sizeof(DigitBlock) / sizeof(int32_t)};
+    constexpr int kDigits = Format::kDigits;
+    const int64_t block_words = num_parts(groups) * kDigits * kTileRows + int64_t{sizeof(Block) / sizeof(int32_t)};
     return p.num_tokens * groups.num_blocks() * block_words + kTileRows;
   }
 
   TileDigits(Executor& executor, const LinearProblem& p, float* buffer)
       : TileTokens(p), groups_(p), parts_(num_parts(groups_)), digits_(TermTokens::aligned<int32_t>(buffer)) {
-    blocks_ = reinterpret_cast<DigitBlock*>(digits_ + p.num_tokens * groups_.num_blocks() * row_words());
+    blocks_ = reinterpret_cast<Block*>(digits_ + p.num_tokens * groups_.num_blocks() * row_words());
     pack_all(executor, [&](int64_t tile) { pack(tile); });
   }
 
@@ -47,32 +49,34 @@ class TileDigits : public TileTokens {
   const int32_t* digits(int64_t tile, int64_t block) const {
     return digits_ + (tile * kTileRows * groups_.num_blocks() + block * rows(tile)) * row_words();
   }
-  const DigitBlock* blocks(int64_t tile, int64_t block) const {
+  const Block* blocks(int64_t tile, int64_t block) const {
     return blocks_ + tile * kTileRows * groups_.num_blocks() + block * rows(tile);
   }
 
  private:
-  int64_t row_words() const { return parts_ * kDigits * kTileRows; }
+  int64_t row_words() const { return parts_ * Format::kDigits * kTileRows; }
 
   void pack(int64_t tile) const {
     struct Prepared;
     float* buffer = scratch<Prepared>(p_.num_inputs);
-    alignas(kLineBytes) int32_t chunks[kDigitColumns / kChunkColumns * kChunkWords];
+    struct Chunks;
+    constexpr int D = Format::kDigits, kWords = kChunkWords<D>;
+    auto* chunks = reinterpret_cast<int32_t*>(scratch<Chunks>(groups_.words_of(0) * Format::kChunks * kWords));
     const int64_t num_rows = rows(tile);
     for (int64_t t = 0; t < num_rows; ++t) {
       const float* x = prepare(p_, tile * kTileRows + t, buffer);
       for (int64_t block = 0; block < groups_.num_blocks(); ++block) {
-        const int64_t index = block % groups_.blocks, first = index * kDigitColumns;
-        const int64_t size = std::min(kDigitColumns, p_.group_size - first);
+        const int64_t index = block % groups_.blocks, first = index * groups_.block_columns();
+        const int64_t size = std::min(groups_.block_columns(), p_.group_size - first);
         const int64_t num_chunks = groups_.words_of(index) * Format::kChunks;
-        DigitBlock& to = const_cast<DigitBlock&>(blocks(tile, block)[t]);
-        write_digits<Format>(x + block / groups_.blocks * p_.group_size + first, size, num_chunks, chunks, kChunkWords, to);
+        Block& to = const_cast<Block&>(blocks(tile, block)[t]);
+        write_digits<Format>(x + block / groups_.blocks * p_.group_size + first, size, num_chunks, chunks, kWords, to);
         auto* row = const_cast<int32_t*>(digits(tile, block)) + t * kTileRows;
         for (int64_t part = 0; part < parts_; ++part) {
-          for (int d = 0; d < kDigits; ++d, row += num_rows * kTileRows) {
+          for (int d = 0; d < D; ++d, row += num_rows * kTileRows) {
             for (int64_t c = 0; c < kTileRows; ++c) {
               const int64_t chunk = part * kTileRows + c;
-              row[c] = chunk < num_chunks ? chunks[chunk * kChunkWords + d] : 0;
+              row[c] = chunk < num_chunks ? chunks[chunk * kWords + d] : 0;
             }
           }
         }
@@ -83,7 +87,7 @@ class TileDigits : public TileTokens {
   DigitGroups<Format> groups_;
   int64_t parts_;
   int32_t* digits_;
-  DigitBlock* blocks_;
+  Block* blocks_;
 };
 
 // Write the words of a block of a panel as tiles of bytes; rows past the last meet digits that are zeros.
@@ -93,7 +97,7 @@ inline void write_byte_tiles(const uint32_t* from, int64_t num_words, uint32_t* 
     prefetch<kVectors>(from, 0);
     const I<16> words = load_words<16>(from);
     for (int c = 0; c < Format::kChunks; ++c, to += kPanelRows) {
-      const I<16> bytes = Format::bytes(words, c);
+      const I<16> bytes = Format::bytes(words, c, 0);
       std::memcpy(to, &bytes, sizeof(bytes));
     }
   }
@@ -103,6 +107,7 @@ inline void write_byte_tiles(const uint32_t* from, int64_t num_words, uint32_t* 
 template <typename Format>
 void multiply_digit_tile(const LinearProblem& p, const TileDigits<Format>& tokens, const DigitGroups<Format>& groups,
                          int64_t tile, int64_t panel, int64_t first, int64_t end, const uint32_t* bytes, float* sums) {
+  constexpr int kDigits = Format::kDigits;
   const int64_t num_rows = tokens.rows(tile), parts = tokens.parts();
   alignas(kLineBytes) int32_t products[kDigits][kTileRows][kPanelRows];
   for (int64_t block = first; block < end; ++block, bytes += parts * kTileWords) {
@@ -117,17 +122,16 @@ void multiply_digit_tile(const LinearProblem& p, const TileDigits<Format>& token
     }
     each_constant<kDigits>([&](auto d) NATIVE_INLINE { store_tile<d>(products[d], kRowBytes); });
     const GroupScales<1> scales(p, p.zeros != nullptr, groups.num_groups, panel, block / groups.blocks);
-    const DigitBlock* of_token = tokens.blocks(tile, block);
+    const DigitBlock<kDigits>* of_token = tokens.blocks(tile, block);
     for (int64_t t = 0; t < num_rows; ++t) {
       I<16> parts_of[kDigits];
       for (int d = 0; d < kDigits; ++d) {
         std::memcpy(&parts_of[d], products[d][t], sizeof(parts_of[d]));
         parts_of[d] += of_token[t].starts[d];
       }
-      const I<16> low = parts_of[0] + (parts_of[1] << 8);
-      F<16> sum = fma<16>(to_floats<16>(parts_of[2]), all<16>(65536.0f), to_floats<16>(low)) * of_token[t].factor;
+      F<16> sum = block_sums<Format>(parts_of, of_token[t]);
       if (p.zeros) {
-        sum = fma<16>(all<16>(-of_token[t].sum), scales.zeros[0] - static_cast<float>(Format::kShift), sum);
+        sum = fma<16>(all<16>(-of_token[t].sum), scales.zeros[0] - static_cast<float>(Format::kZero), sum);
       }
       store<16>(sums + t * kPanelRows, fma<16>(scales.scales[0], sum, load<16>(sums + t * kPanelRows)));
     }

@@ -7,6 +7,8 @@
 // multiplied with each digit. These sums are exact; as floats they are scaled and added to the output, block after block,
 // in the same order however tokens are cut into tiles. A block with an input that is not finite makes all outputs of its
 // token NaN.
+//
+// Inputs that are rounded to int8 have one digit, and a block is a whole group of columns: x = d[0] * factor.
 
 #pragma once
 
@@ -18,14 +20,17 @@
 #include "bytes.h"
 #include "products.h"
 
-#ifdef NATIVE_DIGITS
-
 namespace NATIVE_ISA {
 
-constexpr int64_t kDigitColumns = 128;  // most columns of a block: 128 * 2^23 fits an int32
+constexpr int64_t kDigitColumns = 128;  // most columns of a block with three digits: 128 * 2^23 fits an int32
 constexpr int64_t kScalesAhead = 512;  // bytes of scales that are fetched ahead
 constexpr int64_t kWordsAhead = 8192;  // bytes of a stream of words that are fetched ahead, from panel to panel
-constexpr int kMaxDigitTokens = NATIVE_WIDTH == 16 ? 8 : 4;  // tokens of a tile, as many as the registers hold sums of
+// Vectors of sums that the registers hold; few without products of bytes, which are slow anyway.
+#if defined(NATIVE_INT8_DIGITS) || defined(NATIVE_BYTE_PAIRS)
+constexpr int kDigitSums = NATIVE_WIDTH == 8 ? 12 : 24;
+#else
+constexpr int kDigitSums = 6;
+#endif
 
 // Places that words of a matrix come from.
 enum class Source {
@@ -44,16 +49,18 @@ inline NATIVE_INLINE void fetch(const uint32_t* words) {
 }
 
 // What else is known of a block of one token. Sums start from what the shift of elements would add to them.
+template <int D>
 struct DigitBlock {
-  int32_t starts[kDigits];
+  int32_t starts[D];
   float factor;
   float sum;  // of the inputs
 };
 
 // Digits of one tile as [chunks, num_tokens, kChunkWords], and its blocks as [blocks, num_tokens].
+template <int D>
 struct DigitTile {
   const int32_t* digits;
-  const DigitBlock* blocks;
+  const DigitBlock<D>* blocks;
   int64_t first_token;
   int num_tokens;
 };
@@ -65,17 +72,23 @@ inline I<4> load_ints(const int32_t* from) {
 }
 
 // A format of words has
+//   kDigits: the digits of an input
 //   kElementColumns, kChunks: the columns and the chunks in a word
-//   kShift: what is added to elements to make them bytes as the processor multiplies them
-//   bytes(words, chunk): the elements of a chunk
+//   kLargest, kPlanes: the largest byte of elements as the processor multiplies them, in so many planes of 4 bits or in one
+//   kShift, kZero: what is added to elements to make them such bytes, and the zero point that this makes
+//   kUnit: what elements are multiples of
+//   bytes(words, chunk, plane): the elements of a chunk
 //   columns(x, chunk): the columns of a chunk in those of a word
 struct Int8Digits {
   using Weight = uint32_t;
-  static constexpr int kElementColumns = 4, kChunks = 1, kShift = kSignedElements ? 0 : 128;
-  static constexpr bool kHasZeros = false;
+  static constexpr int kDigits = 3;
+  static constexpr int kElementColumns = 4, kChunks = 1, kShift = kSignedElements ? 0 : 128, kZero = 0;
+  static constexpr int kPlanes = kElementPlanes, kLargest = kPlanes == 2 ? 15 : 255;
+  static constexpr float kUnit = 1.0f;
 
-  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int) {
-    return kSignedElements ? words : words ^ static_cast<int32_t>(0x80808080);
+  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int, int plane) {
+    const I<NATIVE_WIDTH> elements = kSignedElements ? words : words ^ static_cast<int32_t>(0x80808080);
+    return kPlanes == 1 ? elements : (plane == 0 ? elements : elements >> 4) & 0x0f0f0f0f;
   }
 
   static inline I<4> columns(const int32_t* x, int) { return load_ints(x); }
@@ -84,10 +97,11 @@ struct Int8Digits {
 // The chunks are the even columns of a word and the odd ones.
 struct Int4Digits {
   using Weight = uint32_t;
-  static constexpr int kElementColumns = 8, kChunks = 2, kShift = 8;
-  static constexpr bool kHasZeros = true;
+  static constexpr int kDigits = 3;
+  static constexpr int kElementColumns = 8, kChunks = 2, kShift = 8, kZero = 8, kPlanes = 1, kLargest = 15;
+  static constexpr float kUnit = 1.0f;
 
-  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int chunk) {
+  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int chunk, int) {
     return (chunk == 0 ? words : words >> 4) & 0x0f0f0f0f;
   }
 
@@ -97,38 +111,100 @@ struct Int4Digits {
   }
 };
 
+// Twice an element of e2m1 is an integer from -12 to 12.
+struct Float4Digits : Int4Digits {
+  static constexpr int kShift = 12, kLargest = 24;
+  static constexpr float kUnit = 0.5f;
+
+  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int chunk, int plane) {
+    constexpr uint8_t kShifted[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+    return looked_up<NATIVE_WIDTH>(kShifted, Int4Digits::bytes(words, chunk, plane));
+  }
+};
+
+// A format of words whose inputs are rounded to int8.
+template <typename Format>
+struct Int8Inputs : Format {
+  static constexpr int kDigits = 1;
+};
+
 // Sizes of a matrix's groups of columns: each is some words of a row and some blocks, whose last may be shorter.
 template <typename Format>
 struct DigitGroups {
-  static constexpr int64_t kBlockWords = kDigitColumns / Format::kElementColumns;
-  int64_t num_groups, words, blocks;
+  int64_t num_groups, words, block_words, blocks;
 
   explicit DigitGroups(const LinearProblem& p)
       : num_groups(p.num_inputs / p.group_size),
         words(group_elements<Format>(p.group_size)),
-        blocks((words + kBlockWords - 1) / kBlockWords) {}
+        block_words(Format::kDigits == 1 ? words : std::min(words, kDigitColumns / Format::kElementColumns)),
+        blocks((words + block_words - 1) / block_words) {}
 
   int64_t num_words() const { return num_groups * words; }
   int64_t num_blocks() const { return num_groups * blocks; }
-  int64_t words_of(int64_t index) const { return std::min(kBlockWords, words - index * kBlockWords); }
+  int64_t words_of(int64_t index) const { return std::min(block_words, words - index * block_words); }
+  int64_t block_columns() const { return block_words * Format::kElementColumns; }
 };
 
-// Write the digits of `size` columns of one token, to chunks that are `stride` apart.
-template <typename Format>
-inline void write_digits(const float* x, int64_t size, int64_t num_chunks, int32_t* to, int64_t stride,
-                         DigitBlock& block) {
+// Return the bits of the largest magnitude.
+inline uint32_t largest_magnitude(const float* x, int64_t size) {
   constexpr int W = NATIVE_WIDTH;
   I<W> most = {};
   for (int64_t k = 0; k < size; k += W) {
     const I<W> magnitude = bits_of<I<W>>(load_some<W>(x + k, size - k)) & 0x7fffffff;
     most = magnitude > most ? magnitude : most;
   }
+  return max_lanes<W>(most);
+}
+
+// Write the digits of up to `kDigitColumns` integers to chunks that are `stride` apart, and return the digits' sums.
+template <typename Format>
+inline I<4> write_chunks(const int32_t* integers, int64_t num_columns, int32_t*& to, int64_t stride) {
+  I<4> sums = {};
+  for (int64_t k = 0; k < num_columns; k += Format::kElementColumns) {
+    for (int c = 0; c < Format::kChunks; ++c, to += stride) {
+      const I<4> digits = transposed_bytes(Format::columns(integers + k, c));
+      sums = add_bytes(sums, digits);
+      std::memcpy(to, &digits, Format::kDigits == 1 ? sizeof(int32_t) : sizeof(digits));
+    }
+  }
+  return sums;
+}
+
+// Write `size` columns of one token rounded to int8: half to even, with 127.5 steps to the largest magnitude.
+template <typename Format>
+inline void write_digits(const float* x, int64_t size, int64_t num_chunks, int32_t* to, int64_t stride,
+                         DigitBlock<1>& block) {
+  constexpr int W = NATIVE_WIDTH;
+  const uint32_t largest = largest_magnitude(x, size);
+  const bool is_finite = largest < 0x7f800000;
+  const float exact = is_finite ? bits_of<float>(largest) / 127.5f : 1.0f, scale = exact == 0 ? 0x1p-23f : exact;
+  alignas(64) int32_t integers[kDigitColumns];
+  int32_t total = 0;
+  for (int64_t first = 0; first < num_chunks * kChunkColumns; first += kDigitColumns) {
+    const int64_t num_columns = std::min(num_chunks * kChunkColumns - first, kDigitColumns);
+    for (int64_t k = 0; k < num_columns; k += W) {
+      const I<W> steps = nearest(load_some<W>(x + first + k, std::max<int64_t>(size - first - k, 0)) / scale);
+      const I<W> bounded = steps > 127 ? 127 - I<W>{} : steps;
+      std::memcpy(integers + k, &bounded, sizeof(bounded));
+    }
+    total += write_chunks<Format>(integers, num_columns, to, stride)[0];
+  }
+  block.factor = (is_finite ? scale : std::numeric_limits<float>::quiet_NaN()) * Format::kUnit;
+  block.starts[0] = -Format::kShift * total;
+  block.sum = static_cast<float>(total) * block.factor;
+}
+
+// Write the digits of `size` columns of one token, to chunks that are `stride` apart.
+template <typename Format>
+inline void write_digits(const float* x, int64_t size, int64_t num_chunks, int32_t* to, int64_t stride,
+                         DigitBlock<3>& block) {
+  constexpr int W = NATIVE_WIDTH;
   // The largest integer has digits if its magnitude is below 2^23 - 2^15 - 2^7; factors below 2^-126 would be zeros.
-  const uint32_t largest = max_lanes<W>(most);
+  const uint32_t largest = largest_magnitude(x, size);
   const uint32_t exponent = std::max<uint32_t>((largest + 0x10200) >> 23, 23);
   const float inverse = bits_of<float>((276 - exponent) << 23);
   const bool is_finite = largest < 0x7f800000;
-  block.factor = is_finite ? bits_of<float>((exponent - 22) << 23) : std::numeric_limits<float>::quiet_NaN();
+  const float factor = is_finite ? bits_of<float>((exponent - 22) << 23) : std::numeric_limits<float>::quiet_NaN();
 
   // In a sum with 2^7 in each digit, digits are unsigned, and flipping their highest bits takes it away again.
   constexpr int32_t kSevens = 0x808080;
@@ -139,20 +215,28 @@ inline void write_digits(const float* x, int64_t size, int64_t num_chunks, int32
     const I<W> digits = (nearest(scaled) + kSevens) ^ kSevens;
     std::memcpy(all_digits + k, &digits, sizeof(digits));
   }
-  I<4> sums = {};
-  for (int64_t k = 0; k < num_columns; k += Format::kElementColumns) {
-    for (int c = 0; c < Format::kChunks; ++c, to += stride) {
-      const I<4> digits = transposed_bytes(Format::columns(all_digits + k, c));
-      sums = add_bytes(sums, digits);
-      std::memcpy(to, &digits, sizeof(digits));
-    }
-  }
+  const I<4> sums = write_chunks<Format>(all_digits, num_columns, to, stride);
   int32_t total = 0;
-  for (int d = 0; d < kDigits; ++d) {
+  for (int d = 0; d < 3; ++d) {
     block.starts[d] = -Format::kShift * sums[d];
     total += sums[d] << 8 * d;
   }
-  block.sum = static_cast<float>(total) * block.factor;
+  block.factor = factor * Format::kUnit;
+  block.sum = static_cast<float>(total) * factor;
+}
+
+// Return the vectors of a panel whose sums of products the registers hold.
+template <typename Format>
+constexpr int vectors_at_once(int num_tokens) {
+  int vectors = NATIVE_WIDTH == 16 ? 1 : kVectors;
+  while (vectors > 1 && num_tokens * Format::kDigits * Format::kPlanes * vectors > kDigitSums) vectors /= 2;
+  return vectors;
+}
+
+// Return the tokens of a tile, as many as the registers hold sums of.
+template <typename Format>
+constexpr int max_digit_tokens() {
+  return std::min(16, kDigitSums / (Format::kDigits * Format::kPlanes * (NATIVE_WIDTH == 4 ? 2 : 1)));
 }
 
 // All tokens cut into tiles, as digits in a buffer of `size(p)` floats.
@@ -160,23 +244,24 @@ template <typename WeightFormat>
 class DigitTokens {
  public:
   using Format = WeightFormat;
-  static constexpr int64_t kTaskTokens = kCachedTokens;
+  using Block = DigitBlock<Format::kDigits>;
+  static constexpr int64_t kTaskTokens = kCachedTokens, kWords = kChunkWords<Format::kDigits>;
 
   static int64_t size(const LinearProblem& p) {
     const DigitGroups<Format> groups(p);
-    return p.num_tokens * (token_words(groups) + groups.num_blocks() * int64_t{sizeof(DigitBlock) / sizeof(float)});
+    return p.num_tokens * (token_words(groups) + groups.num_blocks() * int64_t{sizeof(Block) / sizeof(float)});
   }
 
   DigitTokens(Executor& executor, const LinearProblem& p, float* buffer)
-      : p_(p), groups_(p), tiles_(p.num_tokens, kMaxDigitTokens), digits_(reinterpret_cast<int32_t*>(buffer)) {
-    blocks_ = reinterpret_cast<DigitBlock*>(digits_ + p.num_tokens * token_words(groups_));
+      : p_(p), groups_(p), tiles_(p.num_tokens, max_digit_tokens<Format>()), digits_(reinterpret_cast<int32_t*>(buffer)) {
+    blocks_ = reinterpret_cast<Block*>(digits_ + p.num_tokens * token_words(groups_));
     tiles_.pack_all(executor, p.num_inputs, [&](int64_t i) { pack(i); });
   }
 
   int64_t num_tiles() const { return tiles_.size(); }
   int64_t panels_at_once() const { return 1; }
 
-  DigitTile tile(int64_t index) const {
+  DigitTile<Format::kDigits> tile(int64_t index) const {
     const int64_t first = tiles_.start(index);
     return {digits_ + first * token_words(groups_), blocks_ + first * groups_.num_blocks(), first,
             static_cast<int>(tiles_.start(index + 1) - first)};
@@ -184,7 +269,7 @@ class DigitTokens {
 
  private:
   static int64_t token_words(const DigitGroups<Format>& groups) {
-    return groups.num_words() * Format::kChunks * kChunkWords;
+    return groups.num_words() * Format::kChunks * kWords;
   }
 
   void pack(int64_t index) const {
@@ -193,13 +278,14 @@ class DigitTokens {
     float* buffer = scratch<Prepared>(p_.num_inputs);
     for (int64_t t = 0; t < num_tokens; ++t) {
       const float* x = prepare(p_, first + t, buffer);
-      int32_t* to = digits_ + first * token_words(groups_) + t * kChunkWords;
-      DigitBlock* block = blocks_ + first * groups_.num_blocks() + t;
+      int32_t* to = digits_ + first * token_words(groups_) + t * kWords;
+      Block* block = blocks_ + first * groups_.num_blocks() + t;
       for (int64_t group = 0; group < groups_.num_groups; ++group, x += p_.group_size) {
         for (int64_t i = 0; i < groups_.blocks; ++i, block += num_tokens) {
-          const int64_t size = std::min(kDigitColumns, p_.group_size - i * kDigitColumns);
-          const int64_t num_chunks = groups_.words_of(i) * Format::kChunks, stride = num_tokens * kChunkWords;
-          write_digits<Format>(x + i * kDigitColumns, size, num_chunks, to, stride, *block);
+          const int64_t column = i * groups_.block_columns();
+          const int64_t size = std::min(groups_.block_columns(), p_.group_size - column);
+          const int64_t num_chunks = groups_.words_of(i) * Format::kChunks, stride = num_tokens * kWords;
+          write_digits<Format>(x + column, size, num_chunks, to, stride, *block);
           to += num_chunks * stride;
         }
       }
@@ -210,7 +296,7 @@ class DigitTokens {
   DigitGroups<Format> groups_;
   Tiles tiles_;
   int32_t* digits_;
-  DigitBlock* blocks_;
+  Block* blocks_;
 };
 
 // A range of a row's blocks: the first one's group and index in it, and the words of a row before it.
@@ -220,7 +306,7 @@ struct DigitRange {
   template <typename Format>
   DigitRange(const DigitGroups<Format>& groups, int64_t first, int64_t end)
       : first(first), end(end), group(first / groups.blocks), index(first % groups.blocks),
-        first_word(group * groups.words + index * groups.kBlockWords) {}
+        first_word(group * groups.words + index * groups.block_words) {}
 };
 
 // Fetch scales and zero points that are needed some groups later. Those of the next panel follow.
@@ -230,34 +316,31 @@ inline NATIVE_INLINE void fetch_scales(const LinearProblem& p, int64_t panel, in
   if (p.zeros) __builtin_prefetch(p.zeros + at);
 }
 
-// Return the vectors of a panel whose sums of products the registers hold.
-template <int Tokens>
-constexpr int vectors_at_once() {
-  return std::min(kVectors, NATIVE_WIDTH == 16 ? 1 : NATIVE_WIDTH == 8 ? (Tokens <= 2 ? 2 : 1) : (Tokens <= 2 ? 4 : 2));
-}
-
 // Add the products of a block of V vectors to `sums`, which begin with what the shift of elements would add to them.
 // Words come from the source `From`.
 template <typename Format, Source From, int Tokens, int V>
 inline NATIVE_INLINE void add_block(const uint32_t* from, int64_t num_words, const int32_t* digits,
-                                    I<NATIVE_WIDTH> (&sums)[Tokens][kDigits][V]) {
-  constexpr int W = NATIVE_WIDTH, kSumWords = kMostChunks / Format::kChunks;
+                                    I<NATIVE_WIDTH> (&sums)[Tokens][Format::kDigits][V]) {
+  constexpr int W = NATIVE_WIDTH, D = Format::kDigits, P = Format::kPlanes;
+  constexpr int kSumWords = most_chunks(Format::kLargest) / Format::kChunks;
   for (int64_t first = 0; first < num_words; first += kSumWords) {
-    ProductSums<W> products[Tokens][kDigits][V];
-    unrolled<Tokens>([&](int t) NATIVE_INLINE {
-      unrolled<kDigits>([&](int d) NATIVE_INLINE {
-        unrolled<V>([&](int v) NATIVE_INLINE { products[t][d][v] = ProductSums<W>{}; });
-      });
+    ProductSums<W> products[P][Tokens][D][V];
+    unrolled_pairs<P, Tokens>([&](int p, int t) NATIVE_INLINE {
+      unrolled_pairs<D, V>([&](int d, int v) NATIVE_INLINE { products[p][t][d][v] = ProductSums<W>{}; });
     });
     const auto add_word = [&](int64_t element) NATIVE_INLINE {
       I<W> words[V];
       for (int v = 0; v < V; ++v) words[v] = load_words<W>(from + element + v * W);
       fetch<From>(from + element);
       for (int c = 0; c < Format::kChunks; ++c) {
-        I<W> bytes[V];
-        for (int v = 0; v < V; ++v) bytes[v] = Format::bytes(words[v], c);
-        unrolled<Tokens>([&](int t) NATIVE_INLINE { add_products<V>(products[t], bytes, digits + t * kChunkWords); });
-        digits += Tokens * kChunkWords;
+        unrolled<P>([&](int p) NATIVE_INLINE {
+          I<W> bytes[V];
+          for (int v = 0; v < V; ++v) bytes[v] = Format::bytes(words[v], c, p);
+          unrolled<Tokens>([&](int t) NATIVE_INLINE {
+            add_products<D, V>(products[p][t], bytes, digits + t * kChunkWords<D>);
+          });
+        });
+        digits += Tokens * kChunkWords<D>;
       }
     };
     if (Tokens == 1 && kSumWords <= 4 && first + kSumWords <= num_words) {
@@ -266,23 +349,37 @@ inline NATIVE_INLINE void add_block(const uint32_t* from, int64_t num_words, con
       const int64_t end = std::min<int64_t>(first + kSumWords, num_words) * kPanelRows;
       for (int64_t element = first * kPanelRows; element < end; element += kPanelRows) add_word(element);
     }
-    unrolled<Tokens>([&](int t) NATIVE_INLINE {
-      unrolled<kDigits>([&](int d) NATIVE_INLINE {
-        unrolled<V>([&](int v) NATIVE_INLINE { sums[t][d][v] += widened<W>(products[t][d][v]); });
+    unrolled_pairs<P, Tokens>([&](int p, int t) NATIVE_INLINE {
+      unrolled_pairs<D, V>([&](int d, int v) NATIVE_INLINE {
+        sums[t][d][v] += widened<W>(products[p][t][d][v]) << 4 * p;
       });
     });
+  }
+}
+
+// Return the sums of products of a block with a token as floats.
+template <typename Format>
+inline NATIVE_INLINE F<NATIVE_WIDTH> block_sums(const I<NATIVE_WIDTH> (&sums)[Format::kDigits],
+                                                const DigitBlock<Format::kDigits>& block) {
+  constexpr int W = NATIVE_WIDTH;
+  if constexpr (Format::kDigits == 1) {
+    return to_floats<W>(sums[0]) * block.factor;
+  } else {
+    const I<W> low = sums[0] + (sums[1] << 8);
+    return fma<W>(to_floats<W>(sums[2]), all<W>(65536.0f), to_floats<W>(low)) * block.factor;
   }
 }
 
 // Add the products of some blocks of a panel to a tile's sums [Tokens, kVectors] in `kept`, and write y after the last
 // block. One panel at a time is a single stream of memory, which goes on in the next panel.
 template <typename Format, int Tokens, Source From>
-void multiply_digits(const LinearProblem& p, const DigitGroups<Format>& groups, const DigitTile& tile, int64_t panel,
-                     const DigitRange& range, float* kept) {
-  constexpr int W = NATIVE_WIDTH, kTogether = vectors_at_once<Tokens>(), kParts = kVectors / kTogether;
+void multiply_digits(const LinearProblem& p, const DigitGroups<Format>& groups,
+                     const DigitTile<Format::kDigits>& tile, int64_t panel, const DigitRange& range, float* kept) {
+  constexpr int W = NATIVE_WIDTH, D = Format::kDigits;
+  constexpr int kTogether = vectors_at_once<Format>(Tokens), kParts = kVectors / kTogether;
   int64_t group = range.group, index = range.index;
   const auto* from = static_cast<const uint32_t*>(p.weight) + (panel * groups.num_words() + range.first_word) * kPanelRows;
-  const int32_t* digits = tile.digits + range.first_word * Format::kChunks * Tokens * kChunkWords;
+  const int32_t* digits = tile.digits + range.first_word * Format::kChunks * Tokens * kChunkWords<D>;
   F<W> sums[Tokens][kVectors] = {};
   if (range.first > 0) {
     for (int t = 0; t < Tokens; ++t) {
@@ -290,15 +387,15 @@ void multiply_digits(const LinearProblem& p, const DigitGroups<Format>& groups, 
     }
   }
   for (int64_t i = range.first; i < range.end; ++i) {
-    const DigitBlock* block = tile.blocks + i * Tokens;
+    const DigitBlock<D>* block = tile.blocks + i * Tokens;
     const int64_t num_words = groups.words_of(index);
     if constexpr (From != Source::kCache) fetch_scales(p, panel, group, groups.num_groups);
     const GroupScales<kVectors> scales(p, p.zeros != nullptr, groups.num_groups, panel, group);
     unrolled<kParts>([&](int part) NATIVE_INLINE {
       const int first = part * kTogether;
-      I<W> parts[Tokens][kDigits][kTogether];
+      I<W> parts[Tokens][D][kTogether];
       unrolled<Tokens>([&](int t) NATIVE_INLINE {
-        for (int d = 0; d < kDigits; ++d) {
+        for (int d = 0; d < D; ++d) {
           for (int v = 0; v < kTogether; ++v) parts[t][d][v] = block[t].starts[d] - I<W>{};
         }
       });
@@ -310,15 +407,16 @@ void multiply_digits(const LinearProblem& p, const DigitGroups<Format>& groups, 
       unrolled<Tokens>([&](int t) NATIVE_INLINE {
         for (int v = 0; v < kTogether; ++v) {
           const int u = first + v;
-          const I<W> low = parts[t][0][v] + (parts[t][1][v] << 8);
-          F<W> sum = fma<W>(to_floats<W>(parts[t][2][v]), all<W>(65536.0f), to_floats<W>(low)) * block[t].factor;
-          if (p.zeros) sum = fma<W>(all<W>(-block[t].sum), scales.zeros[u] - static_cast<float>(Format::kShift), sum);
+          I<W> digit_sums[D];
+          unrolled<D>([&](int d) NATIVE_INLINE { digit_sums[d] = parts[t][d][v]; });
+          F<W> sum = block_sums<Format>(digit_sums, block[t]);
+          if (p.zeros) sum = fma<W>(all<W>(-block[t].sum), scales.zeros[u] - static_cast<float>(Format::kZero), sum);
           sums[t][u] = fma<W>(scales.scales[u], sum, sums[t][u]);
         }
       });
     });
     from += num_words * kPanelRows;
-    digits += num_words * Format::kChunks * Tokens * kChunkWords;
+    digits += num_words * Format::kChunks * Tokens * kChunkWords<D>;
     if (++index == groups.blocks) index = 0, ++group;
   }
   if (range.end == groups.num_blocks()) return finish<Tokens, 1>(p, tile.first_token, panel, sums);
@@ -328,11 +426,12 @@ void multiply_digits(const LinearProblem& p, const DigitGroups<Format>& groups, 
 }
 
 template <typename Format>
-using MultiplyDigits = void (*)(const LinearProblem&, const DigitGroups<Format>&, const DigitTile&, int64_t,
-                                const DigitRange&, float*);
+using MultiplyDigits = void (*)(const LinearProblem&, const DigitGroups<Format>&, const DigitTile<Format::kDigits>&,
+                                int64_t, const DigitRange&, float*);
 template <typename Format>
-using ByDigitTokens = std::array<MultiplyDigits<Format>, kMaxDigitTokens>;
-using DigitTokenCounts = std::make_integer_sequence<int, kMaxDigitTokens>;
+using ByDigitTokens = std::array<MultiplyDigits<Format>, max_digit_tokens<Format>()>;
+template <typename Format>
+using DigitTokenCounts = std::make_integer_sequence<int, max_digit_tokens<Format>()>;
 
 template <typename Format, Source From, int... I>
 constexpr ByDigitTokens<Format> digit_tiles(std::integer_sequence<int, I...>) {
@@ -342,8 +441,8 @@ constexpr ByDigitTokens<Format> digit_tiles(std::integer_sequence<int, I...>) {
 // Multiply a lone tile with a range of panels.
 template <typename Format>
 void multiply_panels(const LinearProblem& p, const DigitTokens<Format>& tokens, int64_t panel, int64_t end_panel) {
-  static constexpr auto by_tokens = digit_tiles<Format, Source::kMemory>(DigitTokenCounts{});
-  const DigitTile tile = tokens.tile(0);
+  static constexpr auto by_tokens = digit_tiles<Format, Source::kMemory>(DigitTokenCounts<Format>{});
+  const DigitTile<Format::kDigits> tile = tokens.tile(0);
   const DigitGroups<Format> groups(p);
   const DigitRange all_blocks(groups, 0, groups.num_blocks());
   for (; panel < end_panel; ++panel) by_tokens[tile.num_tokens - 1](p, groups, tile, panel, all_blocks, nullptr);
@@ -354,9 +453,9 @@ void multiply_panels(const LinearProblem& p, const DigitTokens<Format>& tokens, 
 template <typename Format>
 void multiply_blocks(const LinearProblem& p, const DigitTokens<Format>& tokens, int64_t first_tile, int64_t end_tile,
                      int64_t first_panel, int64_t end_panel) {
-  static constexpr auto from_memory = digit_tiles<Format, Source::kPasses>(DigitTokenCounts{});
-  static constexpr auto from_cache = digit_tiles<Format, Source::kCache>(DigitTokenCounts{});
-  constexpr int64_t kTileSums = kMaxDigitTokens * kPanelRows;
+  static constexpr auto from_memory = digit_tiles<Format, Source::kPasses>(DigitTokenCounts<Format>{});
+  static constexpr auto from_cache = digit_tiles<Format, Source::kCache>(DigitTokenCounts<Format>{});
+  constexpr int64_t kTileSums = max_digit_tokens<Format>() * kPanelRows;
   const DigitGroups<Format> groups(p);
   const int64_t num_blocks = groups.num_blocks();
   const int64_t pass_words = cached_bytes() / (kGroupPanels * kPanelRows * int64_t{sizeof(uint32_t)});
@@ -368,7 +467,7 @@ void multiply_blocks(const LinearProblem& p, const DigitTokens<Format>& tokens, 
       const DigitRange range(groups, block, std::min(block + step, num_blocks));
       float* kept = sums;
       for (int64_t i = first_tile; i < end_tile; ++i) {
-        const DigitTile tile = tokens.tile(i);
+        const DigitTile<Format::kDigits> tile = tokens.tile(i);
         const auto& by_tokens = i == first_tile ? from_memory : from_cache;
         for (int64_t panel = panels; panel < std::min(panels + kGroupPanels, end_panel); ++panel, kept += kTileSums) {
           by_tokens[tile.num_tokens - 1](p, groups, tile, panel, range, kept);
@@ -379,5 +478,3 @@ void multiply_blocks(const LinearProblem& p, const DigitTokens<Format>& tokens, 
 }
 
 }  // namespace NATIVE_ISA
-
-#endif

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <optional>
 #include <vector>
 
@@ -107,17 +108,20 @@ const float* data_or_null(const ffi::Buffer<ffi::F32>& optional) {
   return optional.element_count() > 0 ? optional.typed_data() : nullptr;
 }
 
-// Return the format of packed weights by the dtype of their array; words are of int8 if signed, else of int4.
-std::optional<native::WeightFormat> weight_format(ffi::DataType dtype) {
-  switch (dtype) {
-    case ffi::F32: return native::WeightFormat::kFloat32;
-    case ffi::BF16: return native::WeightFormat::kBFloat16;
-    case ffi::F16: return native::WeightFormat::kFloat16;
-    case ffi::S32: return native::WeightFormat::kInt8;
-    case ffi::U32: return native::WeightFormat::kInt4;
-    default: return std::nullopt;
-  }
-}
+constexpr int64_t kMaxInt8Columns = 1 << 16;  // of a group: their products of bytes fit an int32
+
+// Formats of packed weights, in the order of packed_linear's WEIGHT_DTYPES, and the columns in an element of their arrays.
+struct StoredFormat {
+  native::WeightFormat format;
+  ffi::DataType dtype;
+  int64_t columns;
+};
+constexpr StoredFormat kStoredFormats[] = {
+    {native::WeightFormat::kFloat32, ffi::F32, 1},     {native::WeightFormat::kBFloat16, ffi::BF16, 1},
+    {native::WeightFormat::kFloat16, ffi::F16, 1},     {native::WeightFormat::kInt8, ffi::S32, 4},
+    {native::WeightFormat::kInt4, ffi::U32, 8},        {native::WeightFormat::kFloat8, ffi::F8E4M3FN, 1},
+    {native::WeightFormat::kFloat4, ffi::U32, 8},
+};
 
 // Return the format of a pool by the dtype of its array, or kInt4 for unsigned bytes.
 std::optional<native::PoolFormat> pool_format(ffi::DataType dtype) {
@@ -132,7 +136,7 @@ std::optional<native::PoolFormat> pool_format(ffi::DataType dtype) {
 }
 
 // Fill `p` with the product of x with each of `num_matrices` matrices, of which `p.weight` is the first.
-ffi::Error read_product(const ffi::Buffer<ffi::F32>& x, const ffi::AnyBuffer& weight,
+ffi::Error read_product(int64_t weight_format, int64_t input_format, const ffi::Buffer<ffi::F32>& x, const ffi::AnyBuffer& weight,
                         const ffi::Buffer<ffi::F32>& scales, const ffi::Buffer<ffi::F32>& zeros, int64_t num_matrices,
                         ffi::ResultBuffer<ffi::F32> y, native::LinearProblem& p) {
   const auto w = weight.dimensions(), s = scales.dimensions();  // [panels, K, parts, rows], [panels, groups, ...]
@@ -142,22 +146,32 @@ ffi::Error read_product(const ffi::Buffer<ffi::F32>& x, const ffi::AnyBuffer& we
       out[1] > w[0] / num_matrices * w[3] || out[1] <= (w[0] / num_matrices - 1) * w[3] || out[0] != dims[0]) {
     return ffi::Error::InvalidArgument("x [T, K] and panels [N / 16, K, 1, 16] or [N / 8, K, 2, 8] must give y [T, N]");
   }
-  const auto format = weight_format(weight.element_type());
-  if (!format) {
-    return ffi::Error::InvalidArgument("weights must be float32, bfloat16, float16, int8 in words of int32, or int4 in words of uint32");
+  const StoredFormat* stored = std::find_if(std::begin(kStoredFormats), std::end(kStoredFormats), [&](const auto& each) {
+    return static_cast<int64_t>(each.format) == weight_format;
+  });
+  if (stored == std::end(kStoredFormats) || stored->dtype != weight.element_type()) {
+    return ffi::Error::InvalidArgument(
+        "weights must be float32, bfloat16, float16 or float8_e4m3fn, int8 in words of int32, or 4 bits in words of uint32");
   }
-  const bool is_int4 = format == native::WeightFormat::kInt4, is_grouped = is_int4 || format == native::WeightFormat::kInt8;
+  const native::WeightFormat format = stored->format;
+  const bool is_words = stored->columns > 1, is_grouped = is_words || format == native::WeightFormat::kFloat8;
   const int64_t T = dims[0], K = dims[1], N = out[1], num_groups = is_grouped ? s[1] : 1;
   if (is_grouped && (s[0] != w[0] || s[2] != w[2] || s[3] != w[3] || num_groups < 1 || K % num_groups != 0)) {
-    return ffi::Error::InvalidArgument("int8 and int4 weights need scales as they are packed, of groups dividing K");
+    return ffi::Error::InvalidArgument("weights of 8 and 4 bits need scales as they are packed, of groups dividing K");
   }
   const int64_t group_size = K / num_groups;
-  const int64_t word_columns = is_int4 ? 8 : is_grouped ? 4 : 1;
-  if (w[1] != num_groups * ((group_size + word_columns - 1) / word_columns)) {
+  if (w[1] != num_groups * ((group_size + stored->columns - 1) / stored->columns)) {
     return ffi::Error::InvalidArgument("packed weights must have K columns as x has, or the words of each group");
   }
-  if (misfits(zeros, is_int4 ? static_cast<int64_t>(scales.element_count()) : 0)) {
-    return ffi::Error::InvalidArgument("zero points must be shaped as scales, for int4 weights");
+  const bool is_integer = is_words && format != native::WeightFormat::kFloat4;
+  if (misfits(zeros, is_integer ? static_cast<int64_t>(scales.element_count()) : 0)) {
+    return ffi::Error::InvalidArgument("zero points must be shaped as scales, for integer weights");
+  }
+  p.input_format = static_cast<native::InputFormat>(input_format);
+  if (!(input_format == 0 || (p.input_format == native::InputFormat::kInt8 && is_words && group_size <= kMaxInt8Columns) ||
+        (p.input_format == native::InputFormat::kFloat8 && format == native::WeightFormat::kFloat8))) {
+    return ffi::Error::InvalidArgument(
+        "inputs must be floats, int8 for integers and fp4 in groups of up to 65536 columns, or fp8 for fp8 weights");
   }
   p.x = x.typed_data();
   p.weight = weight.untyped_data();
@@ -166,7 +180,7 @@ ffi::Error read_product(const ffi::Buffer<ffi::F32>& x, const ffi::AnyBuffer& we
   p.num_inputs = K;
   p.num_outputs = N;
   p.gated = w[2] == 2;
-  p.format = *format;
+  p.format = format;
   p.scales = data_or_null(scales);
   p.zeros = data_or_null(zeros);
   p.group_size = group_size;
@@ -175,12 +189,12 @@ ffi::Error read_product(const ffi::Buffer<ffi::F32>& x, const ffi::AnyBuffer& we
 
 // `scales`, `zeros`, `norm`, `bias`, `residual` and `num_live` are empty if left out. Only the first `num_live` tokens
 // are computed; results of the others are zero.
-ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+ffi::Error run_linear(ffi::ThreadPool pool, float eps, int64_t weight_format, int64_t input_format, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                       ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> zeros, ffi::Buffer<ffi::F32> norm,
                       ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::F32> residual, ffi::Buffer<ffi::S32> num_live,
                       ffi::ResultBuffer<ffi::F32> y) {
   native::LinearProblem p{};
-  if (ffi::Error error = read_product(x, weight, scales, zeros, 1, y, p); error.failure()) return error;
+  if (ffi::Error error = read_product(weight_format, input_format, x, weight, scales, zeros, 1, y, p); error.failure()) return error;
   if (misfits(norm, p.num_inputs) || misfits(bias, (p.gated ? 2 : 1) * p.num_outputs) ||
       misfits(residual, p.num_tokens * p.num_outputs)) {
     return ffi::Error::InvalidArgument("a norm must be [K], a bias [N] or gated [2N], a residual [T, N]");
@@ -201,13 +215,16 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, 
 }
 
 // `scales` and `zeros` are empty if left out.
-ffi::Error run_grouped_linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+ffi::Error run_grouped_linear(ffi::ThreadPool pool, int64_t weight_format, int64_t input_format, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                               ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> zeros,
                               ffi::Buffer<ffi::S32> group_sizes, ffi::ResultBuffer<ffi::F32> y) {
   native::GroupedProblem p{};
   p.num_groups = static_cast<int64_t>(group_sizes.element_count());
   p.group_sizes = group_sizes.typed_data();
-  if (ffi::Error error = read_product(x, weight, scales, zeros, p.num_groups, y, p.all); error.failure()) return error;
+  if (ffi::Error error = read_product(weight_format, input_format, x, weight, scales, zeros, p.num_groups, y, p.all);
+      error.failure()) {
+    return error;
+  }
   int64_t num_tokens = 0;
   for (int64_t g = 0; g < p.num_groups; ++g) {
     if (p.group_sizes[g] < 0) return ffi::Error::InvalidArgument("sizes of groups must not be negative");
@@ -332,7 +349,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Version of the calls' signatures and of packed weights; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 13; }
+extern "C" int jaxserve_native_abi() { return 14; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -371,6 +388,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, run_linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Attr<float>("eps")
+                                  .Attr<int64_t>("weight_format")
+                                  .Attr<int64_t>("input_format")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
@@ -384,6 +403,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, run_linear,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_grouped_linear, run_grouped_linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Attr<int64_t>("weight_format")
+                                  .Attr<int64_t>("input_format")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

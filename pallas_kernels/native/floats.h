@@ -25,7 +25,7 @@ inline int64_t block_columns() { return cached_bytes() / (kPanels * kPanelRows *
 
 // A weight format has
 //   Weight, kElementColumns: an element of memory, and the columns in one
-//   kGrouped, kHasZeros: whether groups of columns have scales, and zero points
+//   kGrouped, kHasZeros: whether groups of columns have scales, and always zero points
 //   kFactors: what inputs of column k are multiplied by, in place k % 4, as weights are that much too large
 //   each<V, FromMemory>(from, stride, size, use): call use(k, weights) for `size` columns of V vectors, with `stride`
 //     elements per panel; FromMemory if they are in no cache yet
@@ -53,6 +53,13 @@ struct Floats {
     }
     for (; k < size; ++k) use_one(k);
   }
+};
+
+// Elements are read 2^-8 times as large, and inputs are as much larger.
+struct Float8Weights : Floats<Float8> {
+  static constexpr bool kGrouped = true;
+  static constexpr float kFactor = kLoadedUnit<Float8>;
+  static constexpr std::array<float, 4> kFactors = {kFactor, kFactor, kFactor, kFactor};
 };
 
 template <int I>
@@ -178,7 +185,7 @@ void multiply(const LinearProblem& p, const Tile& tile, int64_t panel) {
       F<NATIVE_WIDTH> part[Tokens][V] = {};
       accumulate<Format, true>(part, from + group * group_stride, stride, group_size, tile.x + group * group_size * Tokens);
       const float* group_sums = tile.group_sums ? tile.group_sums + group * Tokens : nullptr;
-      add_group(sums, part, GroupScales<V>(p, Format::kHasZeros, num_groups, panel, group), group_sums);
+      add_group(sums, part, GroupScales<V>(p, group_sums != nullptr, num_groups, panel, group), group_sums);
     }
   } else {
     accumulate<Format, true>(sums, from, stride, p.num_inputs, tile.x);
@@ -205,7 +212,8 @@ inline NATIVE_INLINE void accumulate_block(F<NATIVE_WIDTH> (&sums)[Tokens][V], C
   }
 }
 
-// Add one block's products to a tile's sums [Tokens, V], and write y after the last block.
+// Add one block's products to a tile's sums [Tokens, V], and write y after the last block. Not `Grouped` are matrices with
+// a single group of columns, too: their scales multiply the whole sums.
 template <bool Grouped, int Tokens, int Panels>
 void multiply_block(const LinearProblem& p, const Tile& tile, ColumnBlock& block, float* kept) {
   constexpr int W = NATIVE_WIDTH, V = Panels * kVectors;
@@ -231,18 +239,23 @@ void multiply_block(const LinearProblem& p, const Tile& tile, ColumnBlock& block
   }
   if (block.first_column + block.num_columns == p.num_inputs) {
     F<W> finished[Tokens][V];  // a copy: `finish` has loops
-    unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { finished[t][v] = sums[t][v]; });
+    if (!Grouped && p.scales) {
+      unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { finished[t][v] = F<W>{}; });
+      add_group(finished, sums, GroupScales<V>(p, tile.group_sums != nullptr, 1, block.panel, 0), tile.group_sums);
+    } else {
+      unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { finished[t][v] = sums[t][v]; });
+    }
     finish<Tokens, Panels>(p, tile.first_token, block.panel, finished);
   } else {
     unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { store<W>(kept + (t * V + v) * W, sums[t][v]); });
   }
 }
 
-// Write columns of one panel as floats [columns, 16]; in a grouped format they are whole groups.
+// Write columns of one panel as floats [columns, 16]: part of a group, or whole groups.
 template <typename Format>
 void convert(const typename Format::Weight* from, int64_t num_columns, int64_t group_size, float* to) {
   constexpr int W = NATIVE_WIDTH;
-  const int64_t step = Format::kGrouped ? group_size : num_columns;
+  const int64_t step = std::min(group_size, num_columns);
   for (int64_t column = 0; column < num_columns; column += step, to += step * kPanelRows) {
     Format::template each<kVectors, true>(from, 0, step, [&](int64_t k, const F<W>(&w)[kVectors]) NATIVE_INLINE {
       for (int v = 0; v < kVectors; ++v) store<W>(to + k * kPanelRows + v * W, w[v]);
@@ -287,16 +300,17 @@ class PackedTokens {
   using Format = WeightFormat;
   static constexpr int64_t kTaskTokens = kCachedTokens;
 
+  static bool has_zeros(const LinearProblem& p) { return Format::kHasZeros || p.zeros; }
   static int64_t size(const LinearProblem& p) {
-    if (p.num_tokens == 1 && !p.norm && !kScalesInputs && !Format::kHasZeros) return 0;  // used as it is
-    return p.num_tokens * (p.num_inputs + (Format::kHasZeros ? p.num_inputs / p.group_size : 0));
+    if (p.num_tokens == 1 && !p.norm && !kScalesInputs && !has_zeros(p)) return 0;  // used as it is
+    return p.num_tokens * (p.num_inputs + (has_zeros(p) ? p.num_inputs / p.group_size : 0));
   }
 
   PackedTokens(Executor& executor, const LinearProblem& p, float* buffer)
       : p_(p), num_groups_(p.num_inputs / p.group_size), tiles_(p.num_tokens, kMaxTileTokens) {
     if (size(p) == 0) return;
     packed_ = buffer;
-    group_sums_ = Format::kHasZeros ? packed_ + p.num_tokens * p.num_inputs : nullptr;
+    group_sums_ = has_zeros(p) ? packed_ + p.num_tokens * p.num_inputs : nullptr;
     tiles_.pack_all(executor, p.num_inputs, [&](int64_t i) { pack(i); });
   }
 
@@ -321,9 +335,7 @@ class PackedTokens {
     std::array<const float*, kMaxTileTokens> from;
     for (int64_t t = 0; t < num_tokens; ++t) {
       from[t] = prepare(p_, first + t, buffer + t * K);
-      if constexpr (Format::kHasZeros) {
-        sum_groups(from[t], group_sums_ + first * num_groups_ + t, num_tokens);
-      }
+      if (group_sums_) sum_groups(from[t], group_sums_ + first * num_groups_ + t, num_tokens);
       if constexpr (kScalesInputs) from[t] = scale_inputs(from[t], buffer + t * K);
     }
     int64_t k = 0;
@@ -375,11 +387,14 @@ void multiply_panels(const LinearProblem& p, const PackedTokens<Format>& tokens,
 template <typename Format>
 void multiply_blocks(const LinearProblem& p, const PackedTokens<Format>& tokens, int64_t first_tile, int64_t end_tile,
                      int64_t first_panel, int64_t end_panel) {
-  static constexpr auto pairs = blocks<Format::kGrouped, kPanels>(TokenCounts{});
-  static constexpr auto singles = blocks<Format::kGrouped, 1>(TokenCounts{});
+  static constexpr auto pairs = blocks<false, kPanels>(TokenCounts{}), singles = blocks<false, 1>(TokenCounts{});
+  static constexpr auto grouped_pairs = blocks<Format::kGrouped, kPanels>(TokenCounts{});
+  static constexpr auto grouped_singles = blocks<Format::kGrouped, 1>(TokenCounts{});
   constexpr int64_t kTileSums = kMaxTileTokens * kPanels * kPanelRows;
-  const int64_t K = p.num_inputs, unit = Format::kGrouped ? p.group_size : 1;
-  const int64_t group_stride = group_elements<Format>(p.group_size) * kPanelRows;
+  const int64_t K = p.num_inputs, group_stride = group_elements<Format>(p.group_size) * kPanelRows;
+  const bool is_grouped = p.group_size < K;
+  const int64_t unit = is_grouped ? p.group_size : Format::kElementColumns;  // columns
+  const int64_t unit_stride = is_grouped ? group_stride : kPanelRows;
   const int64_t stride = K / p.group_size * group_stride;  // elements per panel
   const int64_t columns = std::max<int64_t>(1, block_columns() / unit) * unit;  // whole groups
   const int64_t num_tiles = end_tile - first_tile;
@@ -389,7 +404,7 @@ void multiply_blocks(const LinearProblem& p, const PackedTokens<Format>& tokens,
   float* converted = scratch<Converted>(kPanels * columns * kPanelRows);
   const auto* weights = static_cast<const typename Format::Weight*>(p.weight);
   const auto address = [&](int64_t panel, int64_t column) {
-    return weights + panel * stride + column / unit * (unit == 1 ? kPanelRows : group_stride);
+    return weights + panel * stride + column / unit * unit_stride;
   };
   // Bytes of a column, of words in part.
   const int64_t column_bytes = (stride * int64_t{sizeof(*weights)} + K - 1) / K, panel_bytes = stride * int64_t{sizeof(*weights)};
@@ -406,7 +421,8 @@ void multiply_blocks(const LinearProblem& p, const PackedTokens<Format>& tokens,
       }
     }
     block.next = NextBlock(address(next.panel, next.column), next, column_bytes, panel_bytes, here, num_tiles);
-    const auto& by_tokens = here.num_panels == kPanels ? pairs : singles;
+    const bool are_pairs = here.num_panels == kPanels;
+    const auto& by_tokens = is_grouped ? (are_pairs ? grouped_pairs : grouped_singles) : are_pairs ? pairs : singles;
     float* kept = sums + here.index * num_tiles * kTileSums;
     for (int64_t i = first_tile; i < end_tile; ++i, kept += kTileSums) {
       const Tile tile = tokens.tile(i);

@@ -10,14 +10,19 @@ namespace native {
 
 constexpr int64_t kPanelRows = 16;  // rows of a packed matrix stored side by side
 
-enum class WeightFormat { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
+enum class WeightFormat { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kFloat8, kFloat4 };
+
+// What a product makes of its inputs: floats as they are, or each group of a token's columns rounded to int8 or fp8 (e4m3)
+// with a scale, as jaxserve/layers/weight_formats/activations.py does. Int8 inputs are for weights of 4 or 8 bits in
+// words, fp8 inputs for fp8 weights.
+enum class InputFormat { kFloat32, kInt8, kFloat8 };
 
 // y[T, N] = x[T, K] * weight^T + bias[N] + residual[T, N], with weight packed as [N / 16, K, 16] (last panel padded).
 // A gated matrix stores each 8 rows of the gate beside the 8 rows that they gate, [N / 8, K, 2, 8], and has a bias
 // [2, N]: y = silu(x * gate^T + bias[0]) * (x * up^T + bias[1]) + residual.
-// In int8 and int4 each `group_size` columns have a scale per row, and in int4 a zero point: a weight stands for
-// (element - zero) * scale. 4 elements of int8, or 8 of int4, unsigned, are a word, the first in its lowest bits; groups
-// begin words.
+// In formats of 8 and 4 bits each `group_size` columns have a scale per row, and integers may have a zero point: a weight
+// stands for (element - zero) * scale. 4 elements of int8, or 8 of int4, unsigned, or of fp4 (e2m1), are a word, the first
+// in its lowest bits; groups begin words.
 struct LinearProblem {
   const float* x;
   const float* norm;  // [K]: x is replaced by x / sqrt(mean(x^2) + eps) * norm; null for no norm
@@ -28,8 +33,9 @@ struct LinearProblem {
   WeightFormat format;
   bool gated;
   const float* scales;  // shaped as weight, with K / group_size in place of K; null for floats
-  const float* zeros;   // shaped as scales, for int4; null for zero points of 8
+  const float* zeros;   // shaped as scales, for integers; null for zero points of 0 (int8) or 8 (int4)
   int64_t group_size;   // K without scales
+  InputFormat input_format;
   float* y;
   int64_t num_tokens, num_outputs, num_inputs;
 };

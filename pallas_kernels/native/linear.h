@@ -130,35 +130,52 @@ void grouped_linear(Executor& executor, const GroupedProblem& p) {
   });
 }
 
-#ifdef NATIVE_AMX_DIGITS
-// Multiply with integers, many tokens by tiles; the results are the same.
+// Products of some tokens with words, by digits; many tokens by tiles if there are any, with the same results.
 template <typename Format>
 void linear_of_digits(Executor& executor, const LinearProblem& p) {
+#ifdef NATIVE_AMX_DIGITS
   if (p.num_tokens >= kFewestTileDigits) return linear<TileDigits<Format>>(executor, p);
+#endif
   linear<DigitTokens<Format>>(executor, p);
 }
-#endif
 
-// Call a function template with the type of the tokens for a weight format.
-#define NATIVE_BY_FORMAT(function, format, ...)                                                         \
-  switch (format) {                                                                                     \
-    case native::WeightFormat::kFloat32: return function<PackedTokens<Floats<float>>>(__VA_ARGS__);     \
-    case native::WeightFormat::kBFloat16: return function<TokensForBFloat16>(__VA_ARGS__);              \
-    case native::WeightFormat::kFloat16: return function<PackedTokens<Floats<Float16>>>(__VA_ARGS__);   \
-    case native::WeightFormat::kInt8: return function<TokensForInt8>(__VA_ARGS__);                      \
-    case native::WeightFormat::kInt4: return function<TokensForInt4>(__VA_ARGS__);                      \
+// Call use(tokens) with a null pointer to the type of the tokens for a format of weights and inputs.
+template <typename Use>
+void with_tokens(native::WeightFormat format, InputFormat inputs, const Use& use) {
+  const auto words = [&](auto* tokens, auto* rounded) { inputs == InputFormat::kInt8 ? use(rounded) : use(tokens); };
+  switch (format) {
+    case native::WeightFormat::kFloat32: return use((PackedTokens<Floats<float>>*)nullptr);
+    case native::WeightFormat::kBFloat16: return use((TokensForBFloat16*)nullptr);
+    case native::WeightFormat::kFloat16: return use((PackedTokens<Floats<Float16>>*)nullptr);
+    case native::WeightFormat::kFloat8: return use((PackedTokens<Float8Weights>*)nullptr);
+    case native::WeightFormat::kInt8: return words((TokensForInt8*)nullptr, (DigitTokens<Int8Inputs<Int8Digits>>*)nullptr);
+    case native::WeightFormat::kInt4: return words((TokensForInt4*)nullptr, (DigitTokens<Int8Inputs<Int4Digits>>*)nullptr);
+    case native::WeightFormat::kFloat4:
+      return words((DigitTokens<Float4Digits>*)nullptr, (DigitTokens<Int8Inputs<Float4Digits>>*)nullptr);
   }
+}
+
+template <typename Format>
+void linear_of(Executor& executor, const LinearProblem& p, DigitTokens<Format>*) {
+  linear_of_digits<Format>(executor, p);
+}
+
+template <typename Tokens>
+void linear_of(Executor& executor, const LinearProblem& p, Tokens*) {
+  linear<Tokens>(executor, p);
+}
+
+template <typename Tokens>
+void grouped_linear_of(Executor& executor, const GroupedProblem& p, Tokens*) {
+  grouped_linear<Tokens>(executor, p);
+}
 
 inline void linear_of_any_format(Executor& executor, const LinearProblem& p) {
-#ifdef NATIVE_AMX_DIGITS
-  if (p.format == native::WeightFormat::kInt8) return linear_of_digits<Int8Digits>(executor, p);
-  if (p.format == native::WeightFormat::kInt4) return linear_of_digits<Int4Digits>(executor, p);
-#endif
-  NATIVE_BY_FORMAT(linear, p.format, executor, p)
+  with_tokens(p.format, p.input_format, [&](auto* tokens) { linear_of(executor, p, tokens); });
 }
 
 inline void grouped_linear_of_any_format(Executor& executor, const GroupedProblem& p) {
-  NATIVE_BY_FORMAT(grouped_linear, p.all.format, executor, p)
+  with_tokens(p.all.format, p.all.input_format, [&](auto* tokens) { grouped_linear_of(executor, p, tokens); });
 }
 
 }  // namespace NATIVE_ISA

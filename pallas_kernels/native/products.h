@@ -11,11 +11,13 @@
 #include <vector>
 
 #include "kernels.h"
+#include "scaled.h"
 #include "simd.h"
 
 namespace NATIVE_ISA {
 
 using native::Executor;
+using native::InputFormat;
 using native::kPanelRows;
 using native::LinearProblem;
 using native::parallel_for;
@@ -178,18 +180,45 @@ inline float sum_of_squares(const float* x, int64_t size) {
   return sum_lanes<W>(sums);
 }
 
-// Return one token's input to the product; a normalised one is computed in `buffer` [K].
+// Write `size` floats rounded to fp8, times their scale: half to even, with 448 steps to the largest magnitude.
+inline void round_to_float8(const float* x, int64_t size, float* to) {
+  constexpr int W = NATIVE_WIDTH;
+  constexpr float kMost = kLargest<Float8>, kSubnormal = 0x1p-6f, kUnits = 0x3p13f;  // adding these rounds to 2^-9
+  I<W> most = {};
+  for (int64_t k = 0; k < size; k += W) {
+    const I<W> magnitude = bits_of<I<W>>(load_some<W>(x + k, size - k)) & 0x7fffffff;
+    most = magnitude > most ? magnitude : most;
+  }
+  const float exact = bits_of<float>(max_lanes<W>(most)) / kMost, scale = exact == 0 ? 0x1p-23f : exact;
+  for (int64_t k = 0; k < size; k += W) {
+    const F<W> steps = load_some<W>(x + k, size - k) / scale;
+    const F<W> above = steps > kMost ? all<W>(kMost) : steps, bounded = above < -kMost ? all<W>(-kMost) : above;
+    const I<W> bits = bits_of<I<W>>(bounded), even = bits >> 20 & 1;
+    const F<W> normal = bits_of<F<W>>((bits + 0x7ffff + even) & ~0xfffff);
+    const F<W> magnitude = bits_of<F<W>>(bits & 0x7fffffff), units = (bounded + kUnits) - kUnits;
+    const F<W> rounded = magnitude < kSubnormal ? units : normal;
+    store_some<W>(to + k, (magnitude <= kMost ? rounded : bounded) * scale, size - k);  // NaN stays NaN
+  }
+}
+
+// Return one token's input to the product; one that is normalised or rounded to fp8 is computed in `buffer` [K].
 inline const float* prepare(const LinearProblem& p, int64_t token, float* buffer) {
   constexpr int W = NATIVE_WIDTH;
   const int64_t K = p.num_inputs;
   const float* x = p.x + token * K;
-  if (!p.norm) return x;
-  const float factor = 1.0f / std::sqrt(sum_of_squares(x, K) / static_cast<float>(K) + p.eps);
-  for (int64_t k = 0; k < K; k += W) {
-    const F<W> normed = load_some<W>(x + k, K - k) * factor * load_some<W>(p.norm + k, K - k);
-    store_some<W>(buffer + k, normed, K - k);
+  if (p.norm) {
+    const float factor = 1.0f / std::sqrt(sum_of_squares(x, K) / static_cast<float>(K) + p.eps);
+    for (int64_t k = 0; k < K; k += W) {
+      const F<W> normed = load_some<W>(x + k, K - k) * factor * load_some<W>(p.norm + k, K - k);
+      store_some<W>(buffer + k, normed, K - k);
+    }
+    x = buffer;
   }
-  return buffer;
+  if (p.input_format == InputFormat::kFloat8) {
+    for (int64_t k = 0; k < K; k += p.group_size) round_to_float8(x + k, p.group_size, buffer + k);
+    x = buffer;
+  }
+  return x;
 }
 
 // Return a buffer of the calling thread, kept: a fresh one would be page-faulted in at every step. Each `Use` has one.

@@ -6,9 +6,12 @@ rows and 8 up rows side by side, `[ceil(N / 2 / 8), K, 2, 8]`: its matmul is fol
 as soon as the sums are done. A token's result is bit-identical whatever other tokens there are. For `grouped_matmul`,
 matrices with equal shapes may be packed one after the other, each in its own panels.
 
-In int8 and int4 each group of consecutive columns has a scale per row. int4 may have zero points too: an element q
-stands for `(q - zero) * scale`. Consecutive elements in a row form a word, the first element in the lowest bits: four
-int8 elements in an int32, or eight int4 elements, shifted to 0 to 15, in a uint32. Each group starts a new word.
+In formats with 8 and 4 bits each group of consecutive columns has a scale per row. Integers may have zero points too:
+an element q stands for `(q - zero) * scale`. Consecutive elements in a row form a word, the first element in the lowest
+bits: four int8 elements in an int32; or eight int4 elements, shifted to 0 to 15, or e2m1 codes, in a uint32. Each group
+starts a new word.
+
+Inputs may be rounded to 8 bits, with a scale for each group in a token: see `INPUT_FORMATS`.
 """
 
 from __future__ import annotations
@@ -27,20 +30,43 @@ from jaxtyping import Array, Float, Int, Shaped
 from numpy.typing import NDArray
 
 from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels.elements import e2m1_floats
 from jaxserve.pallas_kernels.narrow_floats import tie_to_index
 
-__all__ = ["PANEL_ROWS", "PackedMatrix", "Packer", "abstract", "multiply", "pack", "rows", "unpack", "unsupported"]
+__all__ = [
+    "INPUT_FORMATS",
+    "MAX_INT8_COLUMNS",
+    "PANEL_ROWS",
+    "PackedMatrix",
+    "Packer",
+    "abstract",
+    "formats",
+    "multiply",
+    "pack",
+    "rows",
+    "unpack",
+    "unsupported",
+]
 
 PANEL_ROWS = 16
-WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "uint4")
-_GROUPED = ("int8", "int4", "uint4")  # dtypes with scales
+# Formats in the order of the native WeightFormat; elements of "int4" are signed, those of "uint4" have zero points.
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn", "float4_e2m1fn", "uint4")
+_FORMATS = {name: index for index, name in enumerate(WEIGHT_DTYPES)} | {"uint4": WEIGHT_DTYPES.index("int4")}
+INPUT_FORMATS = ("float32", "int8", "float8_e4m3fn")
+"""Formats to which the kernels can round inputs: int8 for words, e4m3 for e4m3 weights.
+
+A group's scale is its largest magnitude, divided by 127.5 or 448. Quotients by it are rounded half to even.
+"""
+MAX_INT8_COLUMNS = 1 << 16  # columns in a group with int8 inputs
 _LOWEST = {"int4": -8, "uint4": 0}  # elements that are stored as 0 in words
 _WORD_DTYPES: dict[str, np.dtype[Any]] = {
     "int8": np.dtype(np.int32),
     "int4": np.dtype(np.uint32),
     "uint4": np.dtype(np.uint32),
+    "float4_e2m1fn": np.dtype(np.uint32),
 }
 _WORD_COLUMNS: dict[np.dtype[Any], int] = {np.dtype(np.int32): 4, np.dtype(np.uint32): 8}  # elements per word
+_GROUPED = (*_WORD_DTYPES, "float8_e4m3fn")  # dtypes with scales
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -50,11 +76,12 @@ class PackedMatrix:
     """Matrix `[N, K]`, or several of equal shape, in panels of 16 rows for the native CPU kernels; `pack` makes it."""
 
     weights: Shaped[Array, "panels K parts rows"]  # two parts if it is gated, else one; integers have words for K
-    scales: Float[Array, "panels groups parts rows"]  # no groups unless weights are int8 or int4
-    zeros: Float[Array, "panels zeros parts rows"]  # zero points for elements from 0 to 15, or none
+    scales: Float[Array, "panels groups parts rows"]  # no groups unless weights have 8 or 4 bits
+    zeros: Float[Array, "panels zeros parts rows"]  # zero points for elements as stored, or none
     num_outputs: int = field(metadata={"static": True})  # outputs: N, or N / 2 if it is gated
     num_inputs: int = field(metadata={"static": True})  # K
     num_matrices: int = field(default=1, metadata={"static": True})
+    dtype: str = field(default="float32", metadata={"static": True})  # one of WEIGHT_DTYPES
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,7 +95,7 @@ class PackedMatrix:
 
     @property
     def word_columns(self) -> int | None:
-        """Elements per word, 4 for int8 or 8 for int4; None if the weights are floats."""
+        """Elements per word, 4 or 8; None if weights are not in words."""
         return _WORD_COLUMNS.get(self.weights.dtype)
 
 
@@ -94,9 +121,9 @@ def pack(
     With `scales` the matrix is `(weight[n, k] - zeros[n, g]) * scales[n, g]` with `g = k // (K / groups)`.
 
     Args:
-      weight: floats, or int8 or int4 elements with `scales`.
+      weight: floats, or elements with 8 or 4 bits and `scales`.
       scales: scale for each row and each group of consecutive columns.
-      zeros: zero points, shaped like `scales`; only for int4 or uint4.
+      zeros: zero points, shaped like `scales`; only for integers.
       gated: True if SwiGLU follows the matmul, see `PackedMatrix.gated`.
       num_matrices: number of matrices among which the rows are divided.
     """
@@ -104,7 +131,7 @@ def pack(
     num_groups = 0 if scales is None else np.shape(scales)[1]
     dtype = jnp.result_type(weight)
     shapes = abstract(N, K, dtype, num_groups, num_matrices=num_matrices, gated=gated, has_zeros=zeros is not None)
-    packer = Packer(shapes, dtype)
+    packer = Packer(shapes)
     packer.write(0, weight, scales, zeros)
     return packer.matrix()
 
@@ -128,15 +155,15 @@ def abstract(
       num_groups: scales per row; none by default.
       num_matrices: number of matrices among which the rows are divided.
       gated: True if SwiGLU follows the matmul, see `PackedMatrix.gated`.
-      has_zeros: True if int4 or uint4 groups have zero points; they are 0 by default.
+      has_zeros: True if groups of integers have zero points; they are 0 by default.
     """
     name = jnp.dtype(dtype).name
     if (name in _GROUPED) != (num_groups > 0):
         raise ValueError(f"{_GROUPED}, and no other dtypes, must have scales, got {name} in {num_groups} groups")
     if num_groups and K % num_groups:
         raise ValueError(f"each row's {K} weights must divide into {num_groups} groups")
-    if has_zeros and name not in _LOWEST:
-        raise ValueError(f"only weights of {tuple(_LOWEST)} can have zero points, got {dtype}")
+    if has_zeros and name not in (*_LOWEST, "int8"):
+        raise ValueError(f"only integer weights can have zero points, got {dtype}")
     num_parts = 2 if gated else 1
     if N % num_matrices:
         raise ValueError(f"the rows must divide into {num_matrices} matrices, got {N}")
@@ -144,7 +171,7 @@ def abstract(
         raise ValueError(f"a gated matrix must have an even number of rows, got {N // num_matrices}")
     num_outputs, num_rows = N // num_matrices // num_parts, PANEL_ROWS // num_parts
     columns, stored = K, _WORD_DTYPES.get(name, jnp.dtype(dtype))
-    if num_groups:
+    if name in _WORD_DTYPES:
         columns = num_groups * -(-K // num_groups // _WORD_COLUMNS[stored])
     num_zeros = num_groups if has_zeros or name == "uint4" else 0  # by default the kernel subtracts int4's zero point
     arrays: Any = (
@@ -152,7 +179,7 @@ def abstract(
         for size, dtype in ((columns, stored), (num_groups, jnp.float32), (num_zeros, jnp.float32))
     )
     weights, scales, zeros = arrays
-    return PackedMatrix(weights, scales, zeros, num_outputs, K, num_matrices)
+    return PackedMatrix(weights, scales, zeros, num_outputs, K, num_matrices, name)
 
 
 class Packer:
@@ -160,12 +187,11 @@ class Packer:
 
     Args:
       shapes: shapes of the packed matrix, from `abstract`.
-      dtype: dtype of the rows that `write` takes.
     """
 
-    def __init__(self, shapes: PackedMatrix, dtype: DTypeLike) -> None:
-        """Allocate zeros with the packed matrix's `shapes`, for rows with this dtype."""
-        self._shapes, self._lowest = shapes, _LOWEST.get(jnp.dtype(dtype).name)
+    def __init__(self, shapes: PackedMatrix) -> None:
+        """Allocate zeros with the packed matrix's `shapes`."""
+        self._shapes = shapes
         self._weights, self._scales, self._zeros = map(_empty, (shapes.weights, shapes.scales, shapes.zeros))
 
     def write(
@@ -175,25 +201,28 @@ class Packer:
 
         Args:
           start: index of the first row; multiples of 16 are fastest.
-          weight: rows, `[n, K]`.
+          weight: rows, `[n, K]`; e2m1 codes as uint8.
           scales: their scales, `[n, groups]`, or None.
           zeros: their zero points, `[n, groups]`, or None.
         """
-        elements = np.asarray(weight)
-        self._write(self._weights, start, self._words(elements) if self._shapes.scales.size else elements)
+        elements, lowest = np.asarray(weight), _LOWEST.get(self._shapes.dtype, 0)
+        in_words = self._shapes.word_columns is not None
+        self._write(self._weights, start, self._words(elements, lowest) if in_words else elements)
         if scales is not None:
-            self._write(self._scales, start, np.asarray(scales))
-        if zeros is not None and self._lowest is not None:
-            self._write(self._zeros, start, np.asarray(zeros, np.float32) - self._lowest)
+            floats = np.asarray(scales, np.float32)
+            self._write(self._scales, start, floats if in_words else _not_finite(elements, floats))
+        if zeros is not None:
+            self._write(self._zeros, start, np.asarray(zeros, np.float32) - np.float32(lowest))
 
-    def _words(self, elements: NDArray[Any]) -> NDArray[Any]:
-        """Convert int8 or int4 elements, `[n, K]`, to 32-bit words, `[n, words]`, each group padded to whole words."""
-        dtype = self._weights.dtype
-        shifted = (elements.astype(np.int8) - np.int8(self._lowest or 0)).view(np.uint8)
+    def _words(self, elements: NDArray[Any], lowest: int) -> NDArray[Any]:
+        """Convert elements, `[n, K]`, to 32-bit words, `[n, words]`, each group padded to whole words."""
+        dtype, columns = self._weights.dtype, self._shapes.word_columns
+        assert columns is not None, "there are words"
+        shifted = (elements.astype(np.int8) - np.int8(lowest)).view(np.uint8)
         groups = shifted.reshape(len(elements), self._shapes.scales.shape[1], -1)
-        padding = -groups.shape[2] % _WORD_COLUMNS[dtype]
+        padding = -groups.shape[2] % columns
         padded = np.pad(groups, ((0, 0), (0, 0), (0, padding))) if padding else groups
-        bytes_of_words = padded if self._lowest is None else padded[..., ::2] | padded[..., 1::2] << 4
+        bytes_of_words = padded if columns == 4 else padded[..., ::2] | padded[..., 1::2] << 4
         return np.ascontiguousarray(bytes_of_words).view(dtype.newbyteorder("<")).reshape(len(elements), -1)
 
     def _write(self, panels: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
@@ -216,7 +245,7 @@ class Packer:
 class Unpacked(NamedTuple):
     """Matrix rows, as `pack` takes them; scales and zeros have 0 groups if the matrix has none.
 
-    Int4 elements are uint8, from 0 to 15. Their zero points are 8 if the matrix stores none.
+    Int4 elements are uint8, from 0 to 15; their zero points are 8 if the matrix stores none. E2m1 codes are uint8.
     """
 
     weight: Shaped[Array, "N K"]
@@ -232,7 +261,7 @@ def unpack(matrix: PackedMatrix) -> Unpacked:
     )
     if matrix.word_columns is not None:
         weight = _from_words(weight, scales.shape[1], matrix)
-    if matrix.weights.dtype == jnp.uint32 and not zeros.size:
+    if matrix.dtype == "int4" and not zeros.size:
         zeros = jnp.full_like(scales, -_LOWEST["int4"])
     return Unpacked(weight, scales, zeros)
 
@@ -245,6 +274,7 @@ def multiply(
     bias: Float[Array, " N"] | None = None,
     residual: Float[Array, "T out"] | None = None,
     num_live: Int[Array, ""] | None = None,
+    input_format: str = "float32",
 ) -> Float[Array, "T out"]:
     """Return `x @ matrix.T + bias`, then SwiGLU if it is gated, then `+ residual`, in one native call and float32.
 
@@ -255,6 +285,7 @@ def multiply(
       bias: bias before SwiGLU; none by default.
       residual: residual that is added last; none by default.
       num_live: number of tokens to compute, at the beginning; results of the others are zero. By default all.
+      input_format: format to which x is rounded after the norm, one of `INPUT_FORMATS`.
 
     Raises:
       ValueError: shapes do not fit.
@@ -279,8 +310,15 @@ def multiply(
         _operand("residual", residual, out),
         jnp.zeros(0, jnp.int32) if num_live is None else num_live[None],
         eps=np.float32(eps),
+        **formats(matrix, input_format),
     )
     return y
+
+
+def formats(matrix: PackedMatrix, input_format: str) -> dict[str, np.int64]:
+    """Return the attributes of native calls that describe a matrix and its inputs."""
+    indices = _FORMATS[matrix.dtype], INPUT_FORMATS.index(input_format)
+    return dict(zip(("weight_format", "input_format"), map(np.int64, indices), strict=True))
 
 
 def _operand(name: str, array: Float[Array, "..."] | None, shape: tuple[int, ...]) -> Float[Array, "..."]:
@@ -303,25 +341,31 @@ def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]
     weights, row_ids = tie_to_index(matrix.weights, jnp.clip(row_ids, 0, matrix.num_outputs - 1))
     panel, lane = row_ids // PANEL_ROWS, row_ids % PANEL_ROWS
     found = weights[panel, :, 0, lane]  # [T, K]
-    if matrix.word_columns is None:
+    if not matrix.scales.size:
         return found
     scales = matrix.scales[panel, :, 0, lane]  # [T, groups]
-    zeros = jnp.full_like(scales, -_LOWEST["int4"] if matrix.weights.dtype == jnp.uint32 else 0)
+    if matrix.word_columns is None:
+        return _scaled(found, scales)
+    elements = _from_words(found, scales.shape[1], matrix)
+    if matrix.dtype == "float4_e2m1fn":
+        return _scaled(e2m1_floats(elements.astype(jnp.int32)), scales)
+    zeros = jnp.full_like(scales, -_LOWEST.get(matrix.dtype, 0))
     if matrix.zeros.size:
         zeros = matrix.zeros[panel, :, 0, lane]
-    return _scaled(_from_words(found, scales.shape[1], matrix), scales, zeros)
+    return _scaled(elements, scales, zeros)
 
 
 def _scaled(
-    elements: Shaped[Array, "T K"], scales: Float[Array, "T groups"], zeros: Float[Array, "T groups"]
+    elements: Shaped[Array, "T K"], scales: Float[Array, "T groups"], zeros: Float[Array, "T groups"] | None = None
 ) -> Float[Array, "T K"]:
     """Dequantise elements: subtract each group's zero point and multiply by its scale."""
     groups = elements.astype(jnp.float32).reshape(*scales.shape, -1)
-    return ((groups - zeros[:, :, None]) * scales[:, :, None]).reshape(elements.shape)
+    shifted = groups if zeros is None else groups - zeros[:, :, None]
+    return (shifted * scales[:, :, None]).reshape(elements.shape)
 
 
 def _from_words(words: Shaped[Array, "T words"], num_groups: int, matrix: PackedMatrix) -> Shaped[Array, "T K"]:
-    """Extract the int8 or int4 elements (as uint8) from 32-bit words, without the padding in each group."""
+    """Extract int8 elements, or those with 4 bits as uint8, from 32-bit words, without the padding in each group."""
     K = matrix.num_inputs
     if matrix.word_columns == 4:
         elements = jax.lax.bitcast_convert_type(words, jnp.int8)
@@ -329,6 +373,14 @@ def _from_words(words: Shaped[Array, "T words"], num_groups: int, matrix: Packed
         shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32)
         elements = (words[:, :, None] >> shifts[None, None, :] & 15).astype(jnp.uint8)
     return elements.reshape(len(words), num_groups, -1)[:, :, : K // num_groups].reshape(len(words), K)
+
+
+def _not_finite(elements: NDArray[Any], scales: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return scales with NaN for groups that have a NaN among their e4m3 elements, which the kernels do not see."""
+    is_nan = elements.view(np.uint8) & 0x7F == 0x7F
+    if not is_nan.any():
+        return scales
+    return np.where(is_nan.reshape(*scales.shape, -1).any(axis=-1), np.float32(np.nan), scales)
 
 
 def _empty(array: Any) -> NDArray[Any]:

@@ -10,8 +10,8 @@ import pytest
 
 from jaxserve.assembly.memory import tree_bytes
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
+from jaxserve.pallas_kernels.elements import FLOAT16_BITS, PACKED
 from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack, grouped_matmul
-from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, PACKED
 from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.tools.planner.models import read_model

@@ -19,6 +19,7 @@ Start = Callable[..., DrivenEngine]
 
 PROMPTS = [tokens(4, f"device failures {i}") for i in range(3)]
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True)
+NO_FORMATS = {"weight_format": np.int64(0), "input_format": np.int64(0)}
 ERROR = "must give y"  # message of the custom call about its operands' shapes
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="needs a custom call that returns an error")
@@ -29,7 +30,7 @@ def fail(arrays: Any) -> Any:
     """Return the arrays of a program whose custom call returns an error: each of them holds that error."""
     shape = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     operands = [*[jnp.zeros((1,))] * 7, jnp.zeros(0, jnp.int32)]
-    zero = jax.ffi.ffi_call(native.LINEAR, shape)(*operands, eps=np.float32(0))[0, 0]
+    zero = jax.ffi.ffi_call(native.LINEAR, shape)(*operands, eps=np.float32(0), **NO_FORMATS)[0, 0]
     return jax.tree.map(lambda x: x ^ (zero > 0) if x.dtype == bool else x + zero.astype(x.dtype), arrays)
 
 

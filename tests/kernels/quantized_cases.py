@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 from numpy.typing import NDArray
 
+from jaxserve.pallas_kernels.elements import FLOAT16_BITS, INT4_ZERO, PACKED, packed
 from jaxserve.pallas_kernels.grouped_matmul import QuantizedProblem, QuantizedStack
-from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, INT4_ZERO, PACKED, packed
 
 E4M3, E2M1 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float4_e2m1fn)
 

@@ -1,5 +1,6 @@
 """Packed matrices: rows gathered from them, unpacking, packing in pieces, and weights that cannot be packed."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -32,7 +33,7 @@ def test_rows_may_come_in_any_order(shape, num_rows, gated):
     """The memory that rows are written to becomes the matrix, uncopied."""
     N, K = shape[0] * (2 if gated else 1), shape[1]
     weight, scales = matrix((N, K)).astype(np.int8), matrix((N, 1), 1)
-    packer = packed_linear.Packer(packed_linear.abstract(N, K, np.int8, num_groups=1, gated=gated), np.int8)
+    packer = packed_linear.Packer(packed_linear.abstract(N, K, np.int8, num_groups=1, gated=gated))
     for start in reversed(range(0, N, num_rows)):
         packer.write(start, weight[start : start + num_rows], scales[start : start + num_rows])
     packed = packer.matrix()
@@ -57,6 +58,7 @@ def test_int8_needs_scales():
         packed_linear.pack(np.zeros((16, 8), np.int8))
 
 
-def test_only_4_bits_have_zero_points():
-    with pytest.raises(ValueError, match="can have zero points, got int8"):
-        packed_linear.pack(np.zeros((16, 8), np.int8), np.ones((16, 1), np.float32), np.ones((16, 1), np.float32))
+def test_only_integers_have_zero_points():
+    weight, scales = np.zeros((16, 8), jnp.float8_e4m3fn), np.ones((16, 1), np.float32)
+    with pytest.raises(ValueError, match="can have zero points, got float8"):
+        packed_linear.pack(weight, scales, scales)

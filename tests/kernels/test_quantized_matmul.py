@@ -12,13 +12,13 @@ import ptx
 import pytest
 
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
+from jaxserve.pallas_kernels.elements import FLOAT16_BITS, PACKED, scale_floats
 from jaxserve.pallas_kernels.grouped_matmul import (
     QUANTIZED_MATMUL,
     QuantizedProblem,
     grouped_matmul,
     using_matmul_backend,
 )
-from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, PACKED, scale_floats
 from jaxserve.pallas_kernels.grouped_matmul.launch import SETTINGS
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.quantized_matmul import LANES, block_bytes
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES

@@ -135,8 +135,8 @@ def test_groups_of_modules_with_several_formats(tmp_path: Path, caplog: pytest.L
         with caplog.at_level(logging.INFO):
             params = build_params(EngineConfig(str(tmp_path / "mlp")), arch)
         types = {name: type(leaf_at(params, ("layers", 0, name))) for name in kinds}
-        assert types == {"qkv_proj": StoredMatrix, "o_proj": StoredMatrix, "down_proj": NativeMatrix}
-        assert "; 2 are multiplied by the native kernels, the others dequantised in products by XLA" in caplog.text
+        assert set(types.values()) == {NativeMatrix}
+        assert "; multiplied by the native kernels" in caplog.text
 
 
 WEIGHTS = FP8.config["config_groups"]["group_0"]["weights"]

@@ -71,17 +71,16 @@ def multiply(x: jax.Array, matrix: Any) -> jax.Array:
 
 
 NATIVE = {
-    **dict.fromkeys(("ct-int4", "ct-int4-channel"), "int4"),
+    **dict.fromkeys(("ct-int4", "ct-int4-channel", "modelopt-int4-awq", "ct-w4a8"), "int4"),
     **dict.fromkeys(
         ("ct-int4-zeros", "gptq", "gptq-wide", "gptq-zeros", "gptq-v2", "auto-round-gptq", "auto-round-awq"), "uint4"
     ),
-    "awq": "uint4",
-    "ct-int8-packed": "int8",
-    "ct-int8-weights": "int8",
-    **dict.fromkeys(("modelopt-int4-awq", "ct-w4a8"), "int4"),
-    **dict.fromkeys(("ct-int4-order", "gptq-order", "gptq-order-wide"), "uint4"),
-    **dict.fromkeys(("ct-w8a8", "ct-w8a8-zeros", "ct-w8a8-static-zeros"), "int8"),
+    **dict.fromkeys(("awq", "ct-int4-order", "gptq-order", "gptq-order-wide"), "uint4"),
+    **{name: "int8" for name in CASES if "int8" in name or "w8a8" in name},
+    **{name: "float8_e4m3fn" for name in CASES if "fp8" in name},
+    **{name: "float4_e2m1fn" for name in CASES if "fp4" in name or name == "modelopt-mixed"},
 }
+assert NATIVE.keys() == CASES.keys()
 needs_kernels = pytest.mark.skipif(packed_linear.unsupported("int4", "cpu") is not None, reason="needs the kernels")
 
 
@@ -93,9 +92,9 @@ def products(inputs: tuple[jax.Array, ...], matrices: tuple[Any, ...], gated: tu
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", some_by_default(list(CASES), "ct-int4", "gptq-wide", "ct-int8-weights"))
+@pytest.mark.parametrize("name", some_by_default(list(CASES), "ct-int4", "gptq-wide", "fp8-block", "ct-w8a8"))
 def test_native_kernels_compute_what_xla_computes(tmp_path: Path, name: str) -> None:
-    """Products are those of the encoded weights in float64, or XLA's if inputs are quantised; other matrices stay."""
+    """Products are those of the encoded weights in float64, or XLA's if inputs are quantised."""
     model = write_quantized(tmp_path, CASES[name], **ONE_LAYER)
     _, specs, stored = loaded(tmp_path)
     _, _, params = loaded(tmp_path, native=True)
@@ -105,10 +104,7 @@ def test_native_kernels_compute_what_xla_computes(tmp_path: Path, name: str) -> 
             continue
         matrix, by_xla = (leaf_at(tree, spec.path) for tree in (params, stored))
         dtypes.add(by_xla.scheme and SchemeFormat(by_xla.scheme).native_dtype(jnp.float32))
-        assert isinstance(matrix, NativeMatrix) == (name in NATIVE)
-        if name not in NATIVE:
-            assert isinstance(matrix, StoredMatrix)
-            continue
+        assert isinstance(matrix, NativeMatrix)
         wide = torch_rows(model, spec).astype(np.float64)
         for num_tokens in (1, 20):
             x = np.random.default_rng(1).standard_normal((num_tokens, spec.shape[1])).astype(np.float32)
@@ -119,14 +115,13 @@ def test_native_kernels_compute_what_xla_computes(tmp_path: Path, name: str) -> 
             for each in (matrix, by_xla):
                 operands.append((x, each, spec.gated))
                 expected.append(wanted if by_xla.scheme.activation is None else None)
-    assert bool(operands) == (name in NATIVE)
-    inputs, matrices, gated = zip(*operands, strict=True) if operands else ((), (), ())
+    inputs, matrices, gated = zip(*operands, strict=True)
     found = products(inputs, matrices, gated)
     for y, by_xla, wanted in zip(found[::2], found[1::2], expected[::2], strict=True):
         np.testing.assert_allclose(y, by_xla, rtol=0, atol=2e-5)
         if wanted is not None:
             np.testing.assert_allclose(y, wanted, rtol=0, atol=2e-5)
-    assert {dtype and jnp.dtype(dtype).name for dtype in dtypes} == {NATIVE.get(name)}
+    assert {dtype and jnp.dtype(dtype).name for dtype in dtypes} == {NATIVE[name]}
 
 
 @pytest.mark.parametrize("name", some_by_default(list(CASES), "ct-fp8-channel", "gptq-order"))

@@ -21,7 +21,6 @@ from jaxserve import LLM, ConfigError, EngineConfig, weights
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.weight_formats.packed import NativeMatrix
-from jaxserve.layers.weight_formats.stored import SchemeFormat
 from jaxserve.layers.weight_formats.stored_matrix import StoredMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes
@@ -45,8 +44,6 @@ from tests.quant.test_stored import GREEDY, PROMPT, needs_kernels
 from tests.soon_compiled import few_programs
 from tests.weights.gguf_files import KINDS, add_vocabulary, fuse_qkv, replace, write_gguf
 
-NATIVE = [kind for kind, scheme in GGUF_SCHEMES.items() if SchemeFormat(scheme).native_dtype(jnp.float32) is not None]
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_equal_the_gguf_packages_dequantisation(tmp_path: Path, kind: str) -> None:
@@ -68,7 +65,7 @@ def test_weights_equal_the_gguf_packages_dequantisation(tmp_path: Path, kind: st
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", some_by_default(NATIVE, "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K"))
+@pytest.mark.parametrize("kind", some_by_default(list(GGUF_SCHEMES), "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"))
 def test_native_kernels_use_the_stored_elements(tmp_path: Path, kind: str) -> None:
     """Products are those of the encoded weights in float64; minima are zero points that are not whole."""
     model = write_gguf(tmp_path / "model.gguf", kind, **ONE_LAYER)

@@ -4,7 +4,7 @@ Layer matrices are as `jaxserve quantize --scheme fp8` writes them; embedding an
 quarter of float32's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -38,22 +38,31 @@ class Float8Rows(SchemeFormat):
     def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
         """Read whole rows for their scales, then a device's columns for its elements."""
         elements, grid = self.leaves(row, tensor.shape, tensor.dtype)
-        buffers = host_buffer(elements.shape, elements.dtype), host_buffer(grid.shape, grid.dtype)
-        scale = buffers[1][0]
+        buffer, scale = host_buffer(elements.shape, elements.dtype), host_buffer(grid.shape, grid.dtype)
+
+        def add(start: int, rows: NDArray[Any], scales: NDArray[np.float32]) -> None:
+            """Write elements and scales to the buffers, from row `start` on."""
+            some = slice(start, start + len(rows))
+            buffer[some], scale[:, some] = rows, scales.T
+
+        self.each_slab(row, tensor, (elements, grid), add)
+        return self.weight(*(jax.device_put(array, tensor.sharding) for array in (buffer, scale)))
+
+    def each_slab(self, row: Row, tensor: StoredTensor, leaves: Sequence[Leaf], use: Callable[..., None]) -> None:
+        """Read whole rows for their scales, then a device's columns for its elements; see `WeightFormat.each_slab`."""
+        scale, whole = np.empty((tensor.shape[0], 1), np.float32), tensor.whole_rows()
 
         def add_scales(start: int, rows: NDArray[Any]) -> None:
             """Compute the scales for rows from `start` on."""
-            scale[start : start + len(rows)] = scales(rows)
+            scale[start : start + len(rows), 0] = scales(rows)
 
-        def add_elements(start: int, rows: NDArray[Any]) -> None:
+        def use_elements(start: int, rows: NDArray[Any]) -> None:
             """Round rows from `start` on."""
-            some = slice(start, start + len(rows))
-            buffers[0][some] = rounded(rows, scale[some])
+            own = scale[start : start + len(rows)]
+            use(start, rounded(rows, own[:, 0]), own)
 
-        whole = tensor.whole_rows()
         whole.each_slab(slab_rows(whole.shape[1]), add_scales)
-        tensor.each_slab(slab_rows(tensor.shape[1]), add_elements)
-        return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
+        tensor.each_slab(slab_rows(tensor.shape[1]), use_elements)
 
 
 FORMAT = Float8Rows(_SCHEME)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxserve.layers.weight_formats.int8 import PAIRS, BlockMatrix, num_blocks, quantize
 from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
-from jaxserve.pallas_kernels.grouped_matmul.elements import INT4_ZERO, packed
+from jaxserve.pallas_kernels.elements import INT4_ZERO, packed
 
 _INT4_MAX = 7  # symmetric: -8 is not used
 

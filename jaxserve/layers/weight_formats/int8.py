@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.layers.weight_formats.scaled_matrix import ScaledMatrix
 from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
+from jaxserve.pallas_kernels.elements import INT4_ZERO, unpacked
 from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack
-from jaxserve.pallas_kernels.grouped_matmul.elements import INT4_ZERO, unpacked
 
 _INT8_MAX = 127  # symmetric: -128 is not used
 _BLOCK_SIZE = 64

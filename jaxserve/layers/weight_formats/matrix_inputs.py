@@ -1,4 +1,4 @@
-"""MatrixInputs: what a quantised checkpoint does to a matmul's inputs."""
+"""MatrixInputs: order, factors and quantisation of a matmul's inputs."""
 
 from dataclasses import dataclass, field
 from typing import no_type_check
@@ -35,14 +35,12 @@ class MatrixInputs:
     activation: Activation | None = field(default=None, metadata={"static": True})
 
     @property
-    def are_plain(self) -> bool:
-        """True if inputs stay as they are."""
-        return self.order is None and self.factor is None and self.activation is None
+    def are_in_place(self) -> bool:
+        """True if inputs are in the order of the stored columns, and have no factors."""
+        return self.order is None and self.factor is None
 
-    def prepare(
-        self, x: Float[Array, "T in"], axis: MeshAxes | None
-    ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
-        """Return x in column order, quantised and with a factor for the outputs if inputs are quantised.
+    def arrange(self, x: Float[Array, "T in"], axis: MeshAxes | None) -> Float[Array, "T in"]:
+        """Return x in column order and multiplied by the factors.
 
         Args:
             x: activations; with an axis, this device's columns.
@@ -51,8 +49,13 @@ class MatrixInputs:
         if self.order is not None:
             x = x if axis is None else lax.all_gather(x, axis, axis=1, tiled=True)
             x = x.at[:, self.order].get(mode="promise_in_bounds", unique_indices=True)
-        if self.factor is not None:
-            x = (x * self.factor[None]).astype(x.dtype)
+        return x if self.factor is None else (x * self.factor[None]).astype(x.dtype)
+
+    def quantize(
+        self, x: Float[Array, "T in"], axis: MeshAxes | None
+    ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
+        """Arrange and quantise x; return it with a factor for the outputs or None, see `activations.quantize`."""
+        x = self.arrange(x, axis)
         if self.activation is None:
             return x, None
         return activations.quantize(x, self.activation, activations.Scales(self.scale, self.zero), axis)

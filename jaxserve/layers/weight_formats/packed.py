@@ -18,8 +18,10 @@ from jaxserve.layers.weight_formats.matrix_inputs import PLAIN_INPUTS, MatrixInp
 from jaxserve.layers.weight_formats.weight_format import FormatChoice, Row, WeightFormat
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
-from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix, Packer
+from jaxserve.pallas_kernels.packed_linear import MAX_INT8_COLUMNS, PANEL_ROWS, PackedMatrix, Packer
 from jaxserve.weights import StoredTensor
+
+_FLOATS = packed_linear.INPUT_FORMATS[0]
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -30,8 +32,8 @@ class NativeMatrix(Matrix):
 
     Attributes:
         packed: the matrix.
-        inputs: column order and quantisation of the inputs. Quantised inputs are multiplied by their scales before the
-            matmul, which the kernel computes with all 24 bits.
+        inputs: column order and quantisation of the inputs. Inputs that the kernel cannot round itself are multiplied
+            by their scales before the matmul, which it computes with all 24 bits.
     """
 
     packed: PackedMatrix
@@ -44,23 +46,39 @@ class NativeMatrix(Matrix):
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
         """Return `x @ W.T`; the kernel for gated matrices would also apply SwiGLU, so they are passed as plain ones."""
-        return _plain_rows(
-            self.packed,
-            packed_linear.multiply(
-                _plain_panels(self.packed), self._prepared(x, context.axis), num_live=context.num_live
-            ),
-        )
+        x, input_format = self._prepared(x, context.axis)
+        matrix = _plain_panels(self.packed)
+        y = packed_linear.multiply(matrix, x, num_live=context.num_live, input_format=input_format)
+        return _plain_rows(self.packed, y)
 
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
         return self.inputs.restore(packed_linear.rows(self.packed, ids))
 
-    def _prepared(self, x: Float[Array, "T in"], axis: MeshAxes | None) -> Float[Array, "T in"]:
-        """Return the kernel's inputs; see `MatrixInputs.prepare`."""
-        if self.inputs.are_plain:
-            return x
-        x, factor = self.inputs.prepare(x.astype(jnp.float32), axis)
-        return x if factor is None else x * factor
+    def _prepared(self, x: Float[Array, "T in"], axis: MeshAxes | None) -> tuple[Float[Array, "T in"], str]:
+        """Return the kernel's inputs, and the format to which it rounds them."""
+        if (input_format := self._input_format(axis)) is not None:
+            return self.inputs.arrange(x, axis), input_format
+        x, factor = self.inputs.quantize(x.astype(jnp.float32), axis)
+        return (x if factor is None else x * factor), _FLOATS
+
+    def _input_format(self, axis: MeshAxes | None) -> str | None:
+        """Return the format to which the kernel rounds inputs; None if they must be rounded before.
+
+        A kernel finds the scales for a token's groups, which are the matrix's, in the columns that it has.
+        """
+        activation, matrix = self.inputs.activation, self.packed
+        if activation is None:
+            return _FLOATS
+        group_size = matrix.num_inputs // max(1, matrix.scales.shape[1])
+        is_found = activation.dynamic and activation.symmetric and not activation.power_of_two
+        is_whole = activation.group == group_size or (activation.group is None and group_size == matrix.num_inputs)
+        if not (is_found and is_whole and axis is None):
+            return None
+        if activation.elements == "e4m3" and matrix.dtype == "float8_e4m3fn":
+            return matrix.dtype
+        has_words = matrix.word_columns is not None and group_size <= MAX_INT8_COLUMNS
+        return "int8" if activation.elements == "int8" and has_words else None
 
     def linear(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T outputs"]:
         """Compute the linear layer in one call, unless devices sum first; an activation it lacks follows the call."""
@@ -69,14 +87,15 @@ class NativeMatrix(Matrix):
         if context.axis is not None or (gated and not is_whole):
             return super().linear(x, context)
         norm, fused = context.norm, None
-        if norm is not None and norm.function is rms_norm and self.inputs.are_plain:
+        is_rounded = self._input_format(None) is None
+        if norm is not None and norm.function is rms_norm and self.inputs.are_in_place and not is_rounded:
             assert not isinstance(norm.weight, Mapping), "RMS norms have no bias"
             fused = norm.weight, norm.eps
         elif norm is not None:
             x = norm(x)
-        x, residual = self._prepared(x, None), context.residual if is_whole else None
+        (x, input_format), residual = self._prepared(x, None), context.residual if is_whole else None
         operands = {"bias": context.bias, "residual": residual, "num_live": context.num_live}
-        y = packed_linear.multiply(self.packed, x, rms_norm=fused, **operands)
+        y = packed_linear.multiply(self.packed, x, rms_norm=fused, input_format=input_format, **operands)
         y = y.astype(context.dtype)
         return y if is_whole else context._replace(bias=None).finish(y)
 
@@ -84,8 +103,9 @@ class NativeMatrix(Matrix):
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
         """Compute the grouped matmul in one call."""
-        x = self._prepared(x, context.axis)
-        return _plain_rows(self.packed, grouped_matmul(x, _plain_panels(self.packed), group_sizes))
+        x, input_format = self._prepared(x, context.axis)
+        y = grouped_matmul(x, _plain_panels(self.packed), group_sizes, input_format=input_format)
+        return _plain_rows(self.packed, y)
 
     def linear_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
@@ -93,7 +113,8 @@ class NativeMatrix(Matrix):
         """Compute the linear layers in one call if the matrices are gated and have no bias."""
         if not self.packed.gated or context.activation is not swiglu or context.bias is not None:
             return super().linear_groups(x, group_sizes, context)
-        return grouped_matmul(self._prepared(x, context.axis), self.packed, group_sizes).astype(context.dtype)
+        x, input_format = self._prepared(x, context.axis)
+        return grouped_matmul(x, self.packed, group_sizes, input_format=input_format).astype(context.dtype)
 
 
 def _plain_panels(packed: PackedMatrix) -> PackedMatrix:
@@ -136,7 +157,8 @@ def abstract(form: WeightFormat, row: Row, shape: tuple[int, ...], dtype: np.dty
     assert native is not None, "see `unsupported`"
     if inputs := form.input_leaves(row, shape):
         grids = grids[: -len(inputs)]
-    (N, K), num_groups, has_zeros = shape, grids[1].shape[0] if len(grids) > 1 else 0, len(grids) > 2
+    (N, K), num_groups = shape, grids[1].shape[0] if len(grids) > 1 else 0
+    has_zeros = len(grids) > 2 and jnp.issubdtype(native, jnp.integer)
     num_matrices, gated = row.num_matrices, row.gated
     matrix = packed_linear.abstract(
         N, K, native, num_groups, num_matrices=num_matrices, gated=gated, has_zeros=has_zeros
@@ -148,7 +170,7 @@ def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:
     """Read a device's shard into panels for native kernels; see `WeightFormat.each_slab`."""
     dtype = form.native_dtype(tensor.dtype)
     assert dtype is not None, "see `unsupported`"
-    packer = Packer(abstract(form, row, tensor.shape, tensor.dtype).packed, dtype)
+    packer = Packer(abstract(form, row, tensor.shape, tensor.dtype).packed)
     form.each_slab(row, tensor, form.leaves(row, tensor.shape, tensor.dtype), packer.write)
     inputs = jax.tree.map(partial(jax.device_put, device=tensor.sharding), form.read_inputs(row, tensor))
     return NativeMatrix(packer.matrix(tensor.sharding), inputs)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from jaxserve.layers.weight_formats.matrix_inputs import MatrixInputs
 from jaxserve.layers.weight_formats.stored_matrix import StoredMatrix
 from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
-from jaxserve.pallas_kernels.grouped_matmul.elements import (
+from jaxserve.pallas_kernels.elements import (
     FLOAT16_BITS,
     INT4_ZERO,
     packed,
@@ -87,15 +87,12 @@ class SchemeFormat(WeightFormat):
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
         """Return the element dtype that native kernels read, or None if they do not support the scheme.
 
-        They support int4 and int8 with a scale per group of consecutive columns. With zero points, elements must have 4
-        bits (uint4); minima are passed as zero points.
+        They support elements with a scale per group of consecutive columns. Int4 with zero points is uint4; minima are
+        passed as zero points.
         """
-        native = {
-            ("int4", False): jnp.int4,
-            ("int4", True): jnp.uint4,
-            ("int8", False): jnp.int8,
-        }
-        return native.get((self.scheme.elements, self.scheme.has("zero") or self.scheme.has("minimum")))
+        scheme = self.scheme
+        has_zeros = scheme.has("zero") or scheme.has("minimum")
+        return _NATIVE_DTYPES.get(scheme.elements) if not has_zeros else _DTYPES_WITH_ZEROS.get(scheme.elements)
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
         """Return the `StoredMatrix` arrays that the scheme has."""
@@ -146,8 +143,10 @@ class SchemeFormat(WeightFormat):
 
     def read_inputs(self, row: Row, tensor: StoredTensor) -> MatrixInputs:
         """Read column order, factors and activation scales, in host memory."""
-        parts = self._parts(row, tensor)
         inputs = self.inputs(*(np.zeros(leaf.shape, leaf.dtype) for leaf in self.input_leaves(row, tensor.shape)))
+        if not jax.tree.leaves(inputs):
+            return inputs
+        parts = self._parts(row, tensor)
         if inputs.order is not None:
             whole = self._parts(row, tensor.whole_rows())
             inputs.order[:] = _sorted_columns(row, whole, self.scheme)[slice(*parts[0].columns)]
@@ -194,12 +193,15 @@ class SchemeFormat(WeightFormat):
         return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in (*buffers, *input_arrays)))
 
     def each_slab(self, row: Row, tensor: StoredTensor, leaves: Sequence[Leaf], use: Callable[..., None]) -> None:
-        """Read the file's elements: integers are signed, or from 0 to 15 with zero points."""
+        """Read the file's elements: integers are signed, or from 0 to 15 with zero points; e2m1 codes are uint8."""
 
         def add(start: int, elements: NDArray[Any], part: Any, grids: _Grids) -> None:
             """Pass a part's elements, scales and zero points to `use`, with its first row."""
             scale, zero, minimum = grids
-            if self.scheme.is_packed and zero is None and minimum is None:
+            if self.scheme.has("global_scale"):
+                factor = part.global_scale()
+                scale = scale.astype(np.float32) / factor if self.scheme.divides else scale.astype(np.float32) * factor
+            if self.scheme.elements == "int4" and zero is None and minimum is None:
                 elements = elements.view(np.int8) - np.int8(INT4_ZERO)
             if minimum is not None:
                 elements, scale, zero = _with_zeros(elements, scale, minimum)
@@ -269,6 +271,13 @@ class SchemeFormat(WeightFormat):
         return scale, np.round(-128 - low / scale)
 
 
+_DTYPES_WITH_ZEROS: dict[str, DTypeLike] = {"int4": jnp.uint4, "int8": jnp.int8}
+_NATIVE_DTYPES: dict[str, DTypeLike] = {
+    "int4": jnp.int4,
+    "int8": jnp.int8,
+    "e4m3": jnp.float8_e4m3fn,
+    "e2m1": jnp.float4_e2m1fn,
+}
 _ELEMENT_DTYPES = {
     "int4": np.dtype(np.uint8),
     "e2m1": np.dtype(np.uint8),
@@ -305,8 +314,8 @@ def _columns(array: NDArray[Any], groups: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _with_zeros(
-    elements: NDArray[np.uint8], scale: NDArray[np.float32], minimum: NDArray[np.float32]
-) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
+    elements: NDArray[Any], scale: NDArray[np.float32], minimum: NDArray[np.float32]
+) -> tuple[NDArray[Any], NDArray[np.float32], NDArray[np.float32]]:
     """Convert minima to zero points, which need not be integers; return elements, scales and zero points.
 
     A group with scale 0 has a single value, minus its minimum: its elements become 0, its zero point 1 and its scale

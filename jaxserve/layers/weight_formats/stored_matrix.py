@@ -17,8 +17,8 @@ from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.layers.weight_formats import activations
 from jaxserve.layers.weight_formats.matrix_inputs import MatrixInputs
 from jaxserve.layers.weight_formats.scaled_matrix import ScaledMatrix
+from jaxserve.pallas_kernels.elements import INT4_ZERO, e2m1_floats, scale_floats, unpacked
 from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack
-from jaxserve.pallas_kernels.grouped_matmul.elements import INT4_ZERO, e2m1_floats, scale_floats, unpacked
 from jaxserve.weights import Scheme
 
 
@@ -74,7 +74,7 @@ class StoredMatrix(ScaledMatrix):
         self, x: Float[Array, "T in"], context: LinearContext
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
         """Return x in column order, quantised and with a factor if the scheme quantises activations."""
-        return self.inputs.prepare(x, context.axis)
+        return self.inputs.quantize(x, context.axis)
 
     def rows_arrays(self) -> tuple[StoredRows, ...]:
         """Return elements, scales and the other arrays by row."""

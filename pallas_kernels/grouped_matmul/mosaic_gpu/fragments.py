@@ -20,7 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Shaped
 
-from jaxserve.pallas_kernels.grouped_matmul.elements import PACKED, e2m1_floats
+from jaxserve.pallas_kernels.elements import PACKED, e2m1_floats
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.quantized_matmul import WGMMA_COLUMNS
 
 BIAS = {"bfloat16": 128, "float16": 1024}  # added to int4 codes: a float whose last bits are the code

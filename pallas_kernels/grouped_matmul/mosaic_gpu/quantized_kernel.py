@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, INT4_ZERO
+from jaxserve.pallas_kernels.elements import FLOAT16_BITS, INT4_ZERO
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu import fragments
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.pipeline import ThreadBlock, persistent_kernel, tiled

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels.grouped_matmul.elements import scale_floats
+from jaxserve.pallas_kernels.elements import scale_floats
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch, MatmulKernel, Tiles
 from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, QuantizedStack
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS

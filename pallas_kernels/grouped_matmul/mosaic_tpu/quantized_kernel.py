@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels.grouped_matmul.elements import INT4_ZERO, e2m1_floats, scale_floats
+from jaxserve.pallas_kernels.elements import INT4_ZERO, e2m1_floats, scale_floats
 from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.pipeline import pipelined_kernel
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.quantized_matmul import (

@@ -26,7 +26,6 @@ from tests.kernels.emulated.machine import Machine
 KERNELS = Path(native.__file__).parent
 PROCESSORS = {"neon": "generic", "neondot": "neondot"}  # instruction sets of the build
 COMPILED_FOR = {"generic": "generic", "neondot": "generic+dotprod"}  # processors as zig calls them
-WEIGHT_FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "uint32": 4}
 POOL_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "float8_e4m3fn": 3, "uint8": 4}
 PANEL_ROWS = 16
 ONE_AT_A_TIME = threading.Lock()  # a program may make several calls at the same time, a machine has one memory
@@ -46,7 +45,9 @@ class Call(ctypes.Structure):
 class Linear(ctypes.Structure):
     _fields_ = [
         *_fields(x__norm=Pointer, eps=Float, bias__residual__weight=Pointer, format=Enum, gated=Bool),
-        *_fields(scales__zeros=Pointer, group_size=Int, y=Pointer, num_tokens__num_outputs__num_inputs=Int),
+        *_fields(
+            scales__zeros=Pointer, group_size=Int, input_format=Enum, y=Pointer, num_tokens__num_outputs__num_inputs=Int
+        ),
     ]
 
 
@@ -123,7 +124,7 @@ def run(machine: Machine, kernel: int, problem: ctypes.Structure) -> None:
     machine.call(machine.place(np.frombuffer(bytes(call), np.uint8)))
 
 
-def read_product(machine: Machine, result: Any, num_matrices: int, *arrays: np.ndarray) -> Linear:
+def read_product(machine: Machine, result: Any, attributes: dict[str, Any], *arrays: np.ndarray) -> Linear:
     x, weight, scales, zeros = arrays
     group_size = x.shape[1]
     if scales.size:
@@ -138,15 +139,16 @@ def read_product(machine: Machine, result: Any, num_matrices: int, *arrays: np.n
         num_inputs=x.shape[1],
         num_outputs=result.shape[1],
         gated=weight.shape[2] == 2,
-        format=WEIGHT_FORMATS[str(weight.dtype)],
+        format=int(attributes["weight_format"]),
         group_size=group_size,
+        input_format=int(attributes["input_format"]),
     )
 
 
 def solve_linear(machine: Machine, result: Any, attributes: dict[str, Any], *operands: jax.Array) -> np.ndarray:
     *of_product, norm, bias, residual, num_live = map(np.asarray, operands)
     machine.clear()
-    problem = read_product(machine, result, 1, *of_product)
+    problem = read_product(machine, result, attributes, *of_product)
     problem.norm, problem.bias, problem.residual = map(machine.place, (norm, bias, residual))
     problem.eps = attributes["eps"]
     live = min(max(int(num_live[0]), 0), len(of_product[0])) if num_live.size else len(of_product[0])
@@ -161,7 +163,7 @@ def solve_linear(machine: Machine, result: Any, attributes: dict[str, Any], *ope
 def solve_grouped(machine: Machine, result: Any, attributes: dict[str, Any], *operands: jax.Array) -> np.ndarray:
     *of_product, group_sizes = map(np.asarray, operands)
     machine.clear()
-    problem = read_product(machine, result, len(group_sizes), *of_product)
+    problem = read_product(machine, result, attributes, *of_product)
     run(machine, 1, Grouped(problem, machine.place(group_sizes), len(group_sizes)))
     return machine.read(problem.y, result.shape, np.dtype(np.float32))
 
