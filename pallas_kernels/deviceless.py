@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, Sharding, SingleDeviceSharding
 
 _GPU = """
 gpu_device_info {
@@ -50,6 +50,7 @@ dnn_version_info { major: 9 minor: 12 }
 device_description_str: "%(name)s"
 """  # XLA's description of a GPU, a text proto
 
+HOST_MEMORY = "pinned_host"  # host memory that devices copy from and to
 _CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
@@ -121,6 +122,7 @@ class Chip:
         donate_argnums: tuple[int, ...] = (),
         mesh: Mesh | None = None,
         compiler_options: Mapping[str, str | bool] | None = None,
+        out_shardings: Any = None,
     ) -> jax.stages.Lowered:
         """Trace and lower `function` for one chip, or for the chips of a mesh.
 
@@ -130,14 +132,26 @@ class Chip:
           donate_argnums: indices of arguments to donate, as in `jax.jit`.
           mesh: mesh made from `devices`; None for one chip.
           compiler_options: XLA options, as in `jax.jit`.
+          out_shardings: shardings of the results; None leaves them to XLA.
         """
         one = SingleDeviceSharding(self.devices("1x1x1")[0])
-        sharding_of = (lambda _: one) if mesh is None else (lambda x: x.sharding)
+
+        def sharding_of(leaf: Any) -> Sharding:
+            sharding: Sharding | None = getattr(leaf, "sharding", None)
+            if mesh is not None:
+                assert sharding is not None, "an argument of a mesh's program has a sharding"
+                return sharding
+            on_host = sharding is not None and sharding.memory_kind == HOST_MEMORY
+            return one.with_memory_kind(HOST_MEMORY) if on_host else one
+
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)), tuple(args))
         abstract = self.mesh() if mesh is None else mesh.abstract_mesh
         with jax.sharding.use_abstract_mesh(abstract):
-            options = {**(compiler_options or {}), **(_READABLE if self.platform == "tpu" else {})}
-            traced = jax.jit(function, donate_argnums=donate_argnums, compiler_options=options).trace(*shapes)
+            readable = _READABLE if self.platform == "tpu" else {}
+            options: dict[str, Any] = {"compiler_options": {**(compiler_options or {}), **readable}}
+            if out_shardings is not None:
+                options["out_shardings"] = out_shardings
+            traced = jax.jit(function, donate_argnums=donate_argnums, **options).trace(*shapes)
             return traced.lower(lowering_platforms=("cuda" if self.platform == "gpu" else "tpu",))
 
     def devices(self, shape: str) -> list[Any]:

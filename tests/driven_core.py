@@ -7,13 +7,13 @@ from itertools import zip_longest
 from typing import Any
 
 from simulation import SeenTokens, SimulatedExecutor, generate_alone, make_request
-from slow_tier import SlowTier
+from slow_mover import SlowMover
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.metrics import EngineStats
 from jaxserve.core.core import EngineCore
 from jaxserve.core.deltas import Delta
-from jaxserve.core.events import Cancelled, Record, Submitted, Transferred
+from jaxserve.core.events import Cancelled, Record, Submitted
 from jaxserve.core.replica import Replica
 from jaxserve.core.step_chooser import StepChooser
 from jaxserve.layers.kv_forms import HeadVectors
@@ -60,13 +60,16 @@ class Driven:
         records: Sequence[Record] = (),
         on_failure: Callable[[BaseException], None] = pass_on,
         new_chooser: type[StepChooser] = StepChooser,
+        movers: Sequence[SlowMover] = (),
     ) -> None:
         config = EngineConfig("none", multi_step=max_steps, step_ahead=step_ahead)
         self.executors = [SimulatedExecutor(sizes, max_steps) for _ in range(num_replicas)]
         self.replicas = [
-            Replica(config, ARCH, executor, EngineStats(), record, new_chooser)
-            for executor, record in zip_longest(self.executors, records)
+            Replica(config, ARCH, executor, EngineStats(), record, new_chooser, mover)
+            for executor, record, mover in zip_longest(self.executors, records, movers)
         ]
+        for mover, executor in zip(movers, self.executors, strict=False):
+            mover.device = executor.device
         self.core = EngineCore(self.replicas, step_ahead=step_ahead, on_failure=on_failure)
         self.requests: list[Request] = []  # the index is the key
         self.unfinished: dict[Request, list[int]] = {}
@@ -86,11 +89,10 @@ class Driven:
     def cancel(self, request: Request) -> None:
         self.core.inbox.append(Cancelled([request.key], FinishReason.ABORT))
 
-    def end_moves(self, tier: SlowTier) -> None:
-        tier.launch()
-        keys = [tier.end(0, ok=True)[0] for _ in range(len(tier.moves))]
-        self.core.inbox.append(Transferred(keys, ok=True))
-        self.step()
+    def end_moves(self, mover: SlowMover) -> None:
+        while mover.moves:
+            mover.end_all()
+            self.step()
 
     def step(self) -> None:
         self.core.step(0.0)

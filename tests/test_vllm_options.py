@@ -186,5 +186,6 @@ def test_the_table_has_every_option_once() -> None:
     rows = markdown_table().splitlines()
     for name in names:
         assert sum(row.startswith(f"| `{name}` |") for row in rows) == 1
-    assert "| `swap_space` | any | preempted requests are computed again, or read from kv_offloading_path |" in rows
+    swap_space = "preempted requests are computed again, or read from the tiers of kv_offloading_size and _path"
+    assert f"| `swap_space` | any | {swap_space} |" in rows
     assert all(row.count("|") == 4 for row in rows)

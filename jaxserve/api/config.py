@@ -126,10 +126,13 @@ class EngineConfig:
             XLA allocates it when jax starts; if jax is already running, or XLA_CLIENT_MEM_FRACTION is lower, the pool
             is smaller, and a warning reports this.
         enable_prefix_caching: share pages between requests with a common prefix.
-        kv_offloading_path: directory in which cached pages are kept on disk, with one file per engine. Pages move
-            there when no request uses them, and back when a prompt begins with their tokens, also after a crash or
-            in a later engine with the same weights and page layout. It holds keys and values of users' prompts,
-            readable only by this user. None keeps pages only in device memory.
+        kv_offloading_size: host memory in GiB in which each replica keeps pages that device memory has no capacity
+            for. Pages are copied there when they are complete, and back when a prompt begins with their tokens. None or
+            0 keeps none. On a CPU a larger pool (`num_pages`) is better.
+        kv_offloading_path: directory in which cached pages are kept on disk, with one file per engine. Pages are copied
+            there, after host memory if both are used, and back when a prompt begins with their tokens, also after a
+            crash or in a later engine with the same weights and page layout. It holds keys and values of users'
+            prompts, readable only by this user. None keeps no pages on disk.
         kv_offloading_disk_size: maximum size of each file in GiB; the least recently used pages are evicted.
         seed: seed for random weights, and for requests without a seed; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
@@ -196,6 +199,7 @@ class EngineConfig:
     target_itl_ms: str | float | Mapping[int, float] | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    kv_offloading_size: float | None = None
     kv_offloading_path: str | None = None
     kv_offloading_disk_size: float = 8.0
     seed: int = 0
@@ -233,6 +237,13 @@ class EngineConfig:
         """Chat options, with the text of the template."""
         template = None if self.chat_template is None else read_template(self.chat_template)
         return ChatOptions(template, self.chat_template_content_format, self.special_tokens_as_text)
+
+    @property
+    def offloading_option(self) -> str | None:
+        """Name of the option that requests tiers below device memory; None without any."""
+        if self.kv_offloading_path is not None:
+            return "kv_offloading_path"
+        return "kv_offloading_size" if self.kv_offloading_size else None
 
     @property
     def num_data_shards(self) -> int:
@@ -309,12 +320,12 @@ def _check_combinations(config: EngineConfig) -> None:
 
 
 def _check_tiers(config: EngineConfig) -> None:
-    if config.kv_offloading_path is None:
-        if config.kv_offloading_disk_size != EngineConfig.kv_offloading_disk_size:
-            raise ConfigError(
-                "kv_offloading_disk_size needs kv_offloading_path, the directory of the pages, got only "
-                f"{config.kv_offloading_disk_size}; drop it, or name a directory"
-            )
+    if config.kv_offloading_path is None and config.kv_offloading_disk_size != EngineConfig.kv_offloading_disk_size:
+        raise ConfigError(
+            "kv_offloading_disk_size needs kv_offloading_path, the directory of the pages, got only "
+            f"{config.kv_offloading_disk_size}; drop it, or name a directory"
+        )
+    if config.offloading_option is None:
         return
     method = None if config.speculation is None else config.speculation.method
     for name, value, needed in (
@@ -324,7 +335,7 @@ def _check_tiers(config: EngineConfig) -> None:
         ("the method in speculative_config", method, "ngram"),  # the others keep keys and values of their own
     ):
         if value != needed and not (name.endswith("speculative_config") and value is None):
-            raise ConfigError(f"{name} must be {needed!r} with kv_offloading_path, got {value!r}; drop one")
+            raise ConfigError(f"{name} must be {needed!r} with {config.offloading_option}, got {value!r}; drop one")
 
 
 def _check_devices(config: EngineConfig) -> None:
@@ -392,6 +403,7 @@ _SCHEMA = Schema(
         "max_logprobs": integer(-1, words="an integer of 0 or more, or -1 for the whole vocabulary"),
         "scheduling_policy": one_of(("fcfs", "priority")),
         "gpu_memory_utilization": number(0, 1, excludes_low=True),
+        "kv_offloading_size": number(0).optional(),
         "kv_offloading_disk_size": number(0, excludes_low=True),
         "seed": integer(0, 2**32 - 1).optional(int),
         "linear_backend": one_of(("auto", "xla")),

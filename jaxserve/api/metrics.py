@@ -171,8 +171,8 @@ class EngineStats:
     cached_tokens: CachedTokens = NO_CACHED_TOKENS  # tokens found in the prefix cache, by tier
     num_sought_tokens: int = 0  # tokens that lower tiers were searched for
     num_preemptions: int = 0
-    num_loaded_pages: int = 0  # pages copied from disk to the pool
-    num_stored_pages: int = 0  # pages copied to disk
+    num_loaded_pages: int = 0  # pages copied from lower tiers to the pool
+    num_stored_pages: int = 0  # pages copied to a lower tier, once for each
     num_dropped_pages: int = 0  # pages not stored, as the disk was too slow
     num_corrupt_pages: int = 0  # pages on disk that failed their checksum
     num_sampled_tokens: int = 0

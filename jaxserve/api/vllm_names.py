@@ -122,7 +122,6 @@ UNSUPPORTED: Sequence[Row] = (
     ),
     ("a step is one batch; step_ahead overlaps it with the host", (False, None, 0), "enable_dbo ubatch_size"),
     ("all weights stay on the device", (*UNSET, set()), "cpu_offload_params offload_params"),
-    ("pages are kept on disk, not in host memory: kv_offloading_path", (None, 0), "kv_offloading_size"),
     ("cached pages are evicted when they are needed", (None, 0), "prefix_cache_retention_interval prefix_match_unit"),
     ("all layers have kv_cache_dtype", UNSET, "kv_cache_dtype_skip_layers"),
     ("all layers compute a prompt", OFF, "kv_sharing_fast_prefill"),

@@ -107,7 +107,11 @@ _ENGINE: Sequence[Row] = (
     ("long prompts are always computed in chunks", (True, None), "enable_chunked_prefill"),
     ("multi_step is the option for several steps in one dispatch", (1,), "num_scheduler_steps"),
     ("preempted requests are computed again", (None, "recompute"), "preemption_mode"),
-    ("preempted requests are computed again, or read from kv_offloading_path", None, "swap_space"),
+    (
+        "preempted requests are computed again, or read from the tiers of kv_offloading_size and _path",
+        None,
+        "swap_space",
+    ),
     ("all weights stay on the device", (0,), "cpu_offload_gb"),
     ("num_pages and gpu_memory_utilization size the KV cache", (None,), "kv_cache_memory_bytes"),
     ("every engine can sleep", _BOOLS, "enable_sleep_mode"),
@@ -254,6 +258,7 @@ _SHARED = (  # EngineConfig fields with vLLM's name and meaning; None means the 
     *("model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size"),
     *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"),
     *("max_long_partial_prefills", "long_prefill_token_threshold", "gpu_memory_utilization", "enable_prefix_caching"),
+    "kv_offloading_size",
     *("seed", "runner", "convert", "pooler_config", "hf_overrides", "generation_config", "override_generation_config"),
     *("max_logprobs", "scheduling_policy", "speculative_config", "attention_backend", "linear_backend"),
 )

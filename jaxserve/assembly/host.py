@@ -19,7 +19,7 @@ from jaxserve.assembly.build import build_runners, check_sizes, naming_exhaustio
 from jaxserve.assembly.device_state import Devices
 from jaxserve.assembly.lock_step import fail_others, follow, require_same_options
 from jaxserve.assembly.memory import claim_memory
-from jaxserve.assembly.page_files import build_movers, check_model
+from jaxserve.assembly.page_tiers import build_movers, check_model
 from jaxserve.core.core import EngineCore
 from jaxserve.core.core_thread import POLL_S, CoreThread
 from jaxserve.core.event_log import EventLog, event_to_json

@@ -64,11 +64,11 @@ class Replica:
         stats: totals, updated by this replica.
         record: called with every event, in order, for other processes or a log.
         new_chooser: class of the step chooser.
-        mover: copies pages to and from a lower tier; None without one.
+        mover: copies pages between tiers; None without lower ones.
 
     Attributes:
         executor: device that runs plans.
-        mover: copies pages to and from a lower tier.
+        mover: copies pages between tiers.
         chooser: chooses the limits of each plan.
         step_stats: writer of step statistics.
         in_flight: launched steps that were not read, oldest first.
@@ -85,7 +85,7 @@ class Replica:
         mover: PageMover | None = None,
     ) -> None:
         self.executor, self.mover = executor, mover
-        self.scheduler = Scheduler(executor.schedule, tiers=[] if mover is None else [mover.tier])
+        self.scheduler = Scheduler(executor.schedule, tiers=[] if mover is None else mover.new_tiers())
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.chooser = new_chooser(config, self.scheduler, executor, self.step_stats.step_time)
         self.in_flight: deque[InFlight] = deque()
@@ -135,7 +135,7 @@ class Replica:
     def move_pages(self) -> None:
         """Start the page moves that were requested, and note those that have ended."""
         if self.mover is not None:
-            self.mover.start_moves()
+            self.mover.start_moves(self.scheduler.take_moves())
             for keys, ok in self.mover.take_ended():
                 self.transferred(Transferred(keys, ok))
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.execution.batch import BatchLayout, BlobLayout, admission_layout, mask_layout, num_copies
+from jaxserve.execution.page_programs import page_programs
 from jaxserve.execution.pooling_program import make_pooling_step
 from jaxserve.execution.proposer import Observer, Proposer
 from jaxserve.execution.round import Model
@@ -22,9 +23,7 @@ from jaxserve.execution.state import (
     abstract_slot_row,
     abstract_state,
     copy_pages,
-    gather_pages,
     new_state,
-    scatter_pages,
 )
 from jaxserve.execution.step import (
     Compute,
@@ -47,8 +46,6 @@ from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.step_plan import StepShape
 
 logger = logging.getLogger(__name__)
-
-MOVED_PAGES = 16  # pages that one program copies from or to the pool
 
 Options = dict[str, str | bool]  # compiler options
 Lower = Callable[[], jax.stages.Lowered]  # traces and lowers one program
@@ -214,24 +211,12 @@ class Lowering:
         }
 
     def page_movers(self) -> dict[str, Lower]:
-        """Return functions that trace and lower the programs that copy MOVED_PAGES pages from and to the pool."""
-        pool = self.abstract_state().kv_pages
-        pages = self._operand((MOVED_PAGES,), jnp.int32)
-
-        def moved(leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = (leaf.shape[0], MOVED_PAGES, *leaf.shape[2:])
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding)
-
-        contents = jax.tree.map(moved, pool)
-        programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, int | None]] = {
-            "gather_pages": (gather_pages, (pool, pages), contents, None),
-            "scatter_pages": (scatter_pages, (pool, pages, contents), pool, 0),
+        """Return functions that trace and lower the programs that copy pages from and to the pool, by name."""
+        programs = page_programs(self.abstract_state().kv_pages, self.mesh, self.chip)
+        return {
+            name: partial(self._trace, each.program, each.args, donated=each.donated, out_shardings=each.results)
+            for name, each in programs.items()
         }
-        lowers: dict[str, Lower] = {}
-        for name, (program, args, result, donated) in programs.items():
-            whole = program if self.mesh is None else over_devices(program, self.mesh, args, specs_of(result))
-            lowers[name] = partial(self._trace, whole, args, donated=donated)
-        return lowers
 
     def _lower(
         self,
@@ -261,14 +246,29 @@ class Lowering:
             return self._trace(program, (params, state, *blobs), donated=1, options=self.compiler_options)
 
     def _trace(
-        self, program: Callable[..., Any], args: tuple[Any, ...], *, donated: int | None, options: Options | None = None
+        self,
+        program: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        donated: int | None,
+        options: Options | None = None,
+        out_shardings: Any = None,
     ) -> jax.stages.Lowered:
-        """Trace and lower a program with `args`, at most one of them donated."""
+        """Trace and lower a program with `args`, at most one of them donated.
+
+        Args:
+            program: function of `args`.
+            args: shapes, dtypes and shardings of its arguments.
+            donated: index of the donated argument.
+            options: XLA's compiler options.
+            out_shardings: shardings of the results; None leaves them to XLA.
+        """
         donate_argnums = () if donated is None else (donated,)
         if self.chip is not None:
-            return self.chip.lower(program, args, donate_argnums, self.mesh, options)
+            return self.chip.lower(program, args, donate_argnums, self.mesh, options, out_shardings)
         known = known_options(options) if options else None
-        return jax.jit(program, donate_argnums=donate_argnums, compiler_options=known).lower(*args)
+        results = {} if out_shardings is None else {"out_shardings": out_shardings}
+        return jax.jit(program, donate_argnums=donate_argnums, compiler_options=known, **results).lower(*args)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         """Return the abstract array for a host input, replicated on every device in the mesh."""

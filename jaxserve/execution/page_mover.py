@@ -1,132 +1,130 @@
-"""PageMover: copies pages between the pool and a file, while steps run.
+"""PageMover: copies pages between the pool and lower tiers, while steps run.
 
-    store: pool --gather on the device--> copy --I/O thread--> file     the page is free once the gather is dispatched
-    load:  file --I/O thread--> host memory --scatter on the device--> pool
+    store: pool --gather on the device--> host memory --> medium     the page is free once the gather is dispatched
+    load:  medium --> host memory --scatter on the device--> pool
 
 The device runs programs in dispatch order: a gather reads pages after the earlier steps have written them, and later
-steps read the pages after a scatter. The I/O thread works in the order of requests, so a page can be loaded once its
-store was requested.
+steps read the pages after a scatter. A medium works in the order of requests, so a page can be loaded once its store
+was requested.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.api.metrics import EngineStats
-from jaxserve.errors import ConfigError
-from jaxserve.execution.lowering import MOVED_PAGES, Lowering
+from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.page_media import Medium, Page
+from jaxserve.execution.page_programs import MOVED_PAGES
 from jaxserve.execution.program_store import described
 from jaxserve.execution.runner import Runner
 from jaxserve.models.params import Params
-from jaxserve.scheduling.kv_cache.disk_tier import DiskTier
-from jaxserve.scheduling.kv_cache.page_archive import PageArchive, PageKey
-from jaxserve.scheduling.kv_cache.transfers import EndedMoves, Move
+from jaxserve.scheduling.kv_cache.stored_pages import StoredPages
+from jaxserve.scheduling.kv_cache.transfers import DEVICE, Deletion, EndedMoves, Move, Requested
 
 logger = logging.getLogger(__name__)
 
-MAX_UNWRITTEN_PAGES = 1024  # copies that wait for the file; with more, pages are not stored
-_counting = threading.Lock()  # held to add to the totals, as several movers' I/O threads have the same ones
-OpenArchive = Callable[[bytes, int], PageArchive]
+_Item = TypeVar("_Item")
 
 
 class PageMover:
-    """Copies pages between one runner's pool and a file. One thread at a time uses it.
+    """Copies pages between one runner's pool and the media of lower tiers. One thread at a time uses it.
 
     Args:
         runner: owner of the pool.
-        open_archive: opens the file, for a fingerprint of weights and page layout and the bytes per page.
+        media: media of the lower tiers, the next one first.
         stats: totals to which moved pages are added.
     """
 
-    def __init__(self, runner: Runner, open_archive: OpenArchive, stats: EngineStats) -> None:
-        self._runner, self._open_archive, self._stats = runner, open_archive, stats
-        programs = runner.programs.compile_page_movers()
-        self._gather, self._scatter = programs["gather_pages"], programs["scatter_pages"]
+    def __init__(self, runner: Runner, media: Sequence[Medium], stats: EngineStats) -> None:
+        self._runner, self._media, self._stats = runner, media, stats
+        self._programs = runner.programs.compile_page_movers()
         self._pool = runner.programs.lowering.abstract_state().kv_pages
-        self._archive = self._open(runner.params)
-        self._tier = DiskTier(self._archive.keys, self._archive.num_slots)
-        self._num_gathered = self._num_written = 0  # pages; each number is written by one thread
-        self._is_cleared = False  # the file was emptied, and the weights may be others now
+        self._is_cleared = False  # all media were emptied, and the weights may be others now
         self._is_closed = False
         self._loading: dict[int, Move] = {}  # by key
-        self._read: deque[tuple[Move, bytes | None]] = deque()  # loads for which the file was read; None if lost
+        self._read: deque[tuple[Move, Page | None]] = deque()  # loads whose page was read; None if it is lost
+        self._copied: deque[tuple[Move, bool]] = deque()  # copies between media that have ended, and their success
         self._ended: list[EndedMoves] = []
-        self._io = ThreadPoolExecutor(1, "jaxserve pages")
 
-    @property
-    def tier(self) -> DiskTier:
-        """The scheduler's view of the file."""
-        return self._tier
+    def new_tiers(self) -> list[StoredPages]:
+        """Return the scheduler's indices of the media's pages."""
+        return [medium.new_tier() for medium in self._media]
 
-    def _open(self, params: Params) -> PageArchive:
-        """Open the file for the given weights."""
-        num_bytes = sum(num_page_bytes for _, _, num_page_bytes in self._parts())
-        return self._open_archive(fingerprint(params, self._runner.programs.lowering), num_bytes)
-
-    def _parts(self) -> list[tuple[tuple[int, ...], np.dtype[Any], int]]:
-        """Return shape, dtype and bytes of a page's part in each leaf of the pool."""
-        leaves = [(leaf.shape[:1] + leaf.shape[2:], np.dtype(leaf.dtype)) for leaf in jax.tree.leaves(self._pool)]
-        return [(shape, dtype, int(np.prod(shape)) * dtype.itemsize) for shape, dtype in leaves]
-
-    # On the thread of the runner
-
-    def start_moves(self) -> None:
-        """Start the moves that the scheduler has requested; call it after the step that was planned meanwhile."""
-        requested = self._tier.take_requested()
+    def start_moves(self, requested: Requested) -> None:
+        """Start the work that the scheduler requested while a plan was made; call it after the plan's step."""
         self._end(requested.forgotten, ok=False)
+        moves = [each for each in requested.work if isinstance(each, Move)]
         if self._is_closed:
-            self._end(requested.moves, ok=False)
-            return
-        if requested.is_cleared:
-            self._io.submit(self._clear_archive)
-            self._is_cleared = True
-        if requested.moves and self._is_cleared:  # not earlier: the weights may be replaced or asleep until a step
-            self._io.submit(self._use_weights, self._runner.params)
-            self._is_cleared = False
-        if requested.evicted:
-            self._io.submit(self._delete_pages, requested.evicted)
-        if loads := [move for move in requested.moves if move.is_load]:
-            self._loading.update({move.key: move for move in loads})
-            self._io.submit(self._read_pages, loads)
-        stores = [move for move in requested.moves if not move.is_load]
-        for moves in _batches(stores):
-            self._store(moves)
-
-    def _store(self, moves: Sequence[Move]) -> None:
-        """Dispatch the copies of some pages, and leave their writing to the I/O thread."""
-        contents = self._gathered(moves)
-        if contents is None:
-            self._stats.num_dropped_pages += len(moves)
             self._end(moves, ok=False)
             return
-        for leaf in contents:
-            leaf.copy_to_host_async()
-        self._num_gathered += len(moves)
-        self._io.submit(self._write_pages, moves, contents)
-        self._end(moves, ok=True)
+        if requested.is_cleared:
+            self._is_cleared = True
+            for medium in self._media:
+                medium.clear()
+        if moves and self._is_cleared:  # not earlier: the weights may be replaced or asleep until a step
+            self._is_cleared = False
+            for medium in self._media:
+                medium.use_weights(self._runner.params)
+        gathered = self._gather([move for move in moves if move.source == DEVICE])
+        for each in requested.work:
+            if isinstance(each, Deletion):
+                self._medium(each.tier).delete(each.content)
+            elif each.source == DEVICE:
+                self._store(each, gathered.get(each.key))
+            elif each.is_load:
+                self._loading[each.key] = each
+                self._medium(each.source).get(each.content, partial(self._note_read, each))
+            else:
+                self._medium(each.source).get(each.content, partial(self._pass_on, each))
 
-    def _gathered(self, moves: Sequence[Move]) -> list[jax.Array] | None:
-        """Return copies of some pages, per leaf of the pool; None if they cannot be kept until they are written."""
-        state = self._runner.state
-        if state is None or self._num_gathered - self._num_written > MAX_UNWRITTEN_PAGES:
-            return None
-        try:
-            return jax.tree.leaves(self._gather(state.kv_pages, self._page_ids(moves)))
-        except jax.errors.JaxRuntimeError as error:  # the device has no memory for the copies; the pool is unchanged
-            logger.debug("pages are not stored: %s", error)
-            return None
+    def _medium(self, tier: int) -> Medium:
+        """Return the medium of a lower tier."""
+        return self._media[tier - 1]
+
+    def _gather(self, moves: Sequence[Move]) -> dict[int, Page]:
+        """Dispatch the copies of device pages to host memory, and return them by the keys of their moves."""
+        if self._runner.state is None:
+            return {}
+        gathered: dict[int, Page] = {}
+        for size, batch in _batches(moves):
+            try:
+                pages = self._programs[f"gather_pages {size}"](self._runner.state.kv_pages, self._ids(batch, size))
+            except jax.errors.JaxRuntimeError as error:  # no memory for the copies; the pool is unchanged
+                logger.debug("pages are not stored: %s", error)
+                break
+            gathered |= {move.key: jax.tree.leaves(page) for move, page in zip(batch, pages, strict=False)}
+        return gathered
+
+    def _store(self, move: Move, page: Page | None) -> None:
+        """Pass a device page's copy to its medium, and end the move: the page itself is not needed any more."""
+        is_taken = page is not None and self._medium(move.target).put(move.content, page, lambda ok: None)
+        self._stats.num_dropped_pages += not is_taken
+        self._end([move], ok=is_taken)
+
+    def _note_read(self, move: Move, page: Page | None) -> None:
+        """Note a page that was read for a load, on any thread."""
+        self._read.append((move, page))
+
+    def _pass_on(self, move: Move, page: Page | None) -> None:
+        """Store a page that was read from one medium in another one, on any thread."""
+
+        def note(ok: bool) -> None:
+            self._copied.append((move, ok))
+
+        if page is None or not self._medium(move.target).put(move.content, page, note):
+            note(False)
 
     def _end(self, moves: Sequence[Move], *, ok: bool) -> None:
         """Report the end of some moves to `take_ended`."""
@@ -135,87 +133,47 @@ class PageMover:
 
     def take_ended(self) -> list[EndedMoves]:
         """Return the moves that have ended since the last call, after dispatching the copies of loaded pages."""
-        ended, self._ended = self._ended, []
-        read = [self._read.popleft() for _ in range(len(self._read))]
-        read = [(move, page) for move, page in read if self._loading.pop(move.key, None) is not None]
+        for move, ok in _taken(self._copied):
+            self._end([move], ok=ok)
+        read = [(move, page) for move, page in _taken(self._read) if self._loading.pop(move.key, None) is not None]
         whole = [(move, page) for move, page in read if page is not None and self._runner.state is not None]
-        for batch in _batches(whole):
-            self._load(batch)
+        for size, batch in _batches(whole):
+            self._load(batch, size)
         loaded = {move.key for move, _ in whole}
-        lost = [move.key for move, _ in read if move.key not in loaded]
-        return ended + [EndedMoves(keys, ok) for keys, ok in (([*loaded], True), (lost, False)) if keys]
+        self._end([move for move, _ in whole], ok=True)
+        self._end([move for move, _ in read if move.key not in loaded], ok=False)
+        ended, self._ended = self._ended, []
+        return ended
 
-    def _load(self, read: Sequence[tuple[Move, bytes]]) -> None:
-        """Dispatch the copies of some pages to the pool."""
-        contents = []
-        offset = 0
-        for shape, dtype, num_bytes in self._parts():
-            leaf = np.zeros((shape[0], MOVED_PAGES, *shape[1:]), dtype)
-            for index, (_, page) in enumerate(read):
-                leaf[:, index] = np.frombuffer(page, dtype, num_bytes // dtype.itemsize, offset).reshape(shape)
-            contents.append(leaf)
-            offset += num_bytes
-        tree = jax.tree.unflatten(jax.tree.structure(self._pool), contents)
+    def _load(self, read: Sequence[tuple[Move, Page]], size: int) -> None:
+        """Dispatch the copies of up to `size` pages to the pool."""
+        structure = jax.tree.structure(self._pool)
+        pages = [jax.tree.unflatten(structure, page) for _, page in read]
+        pages += pages[-1:] * (size - len(pages))
         state = self._runner.state
         assert state is not None, "pages for a state that sleeps are dropped"
-        pool = self._scatter(state.kv_pages, self._page_ids([move for move, _ in read]), tree)
+        ids = self._ids([move for move, _ in read], size)
+        pool = self._programs[f"scatter_pages {size}"](state.kv_pages, ids, tuple(pages))
         self._runner.state = replace(state, kv_pages=pool)
         self._stats.num_loaded_pages += len(read)
 
-    def _page_ids(self, moves: Sequence[Move]) -> NDArray[np.int32]:
-        """Return the page ids of some moves, and ids out of range after them."""
+    def _ids(self, moves: Sequence[Move], size: int) -> NDArray[np.int32]:
+        """Return the device pages of some moves, and ids out of range after them."""
         none = jax.tree.leaves(self._pool)[0].shape[1]
-        return np.array([move.page for move in moves] + [none] * (MOVED_PAGES - len(moves)), np.int32)
+        return np.array([move.page for move in moves] + [none] * (size - len(moves)), np.int32)
 
     def forget(self) -> None:
-        """Forget all moves, after a failure: none of them writes to a page any more."""
+        """Forget all moves, after a failure: none of them writes to a device page any more."""
         self._loading.clear()
         self._ended = []
+        for medium in self._media:
+            medium.forget_device()
 
     def close(self) -> None:
-        """Write the stored pages, and close the file; later moves fail. Has no effect the second time."""
+        """Complete the stores and free all resources; later moves fail. Has no effect the second time."""
         self._is_closed = True
-        self._io.shutdown()
-        self._archive.close()
-
-    # On the I/O thread
-
-    def _clear_archive(self) -> None:
-        self._archive.clear()
-
-    def _use_weights(self, params: Params) -> None:
-        """Continue with an empty file for the given weights; without it, no page is kept."""
-        self._archive.close()  # first: after a failure, nothing writes pages to the file of other weights
-        try:
-            self._archive = self._open(params)
-        except ConfigError as error:
-            logger.warning("no KV pages are kept on disk: %s", error)
-        else:
-            self._archive.clear()
-
-    def _delete_pages(self, keys: Iterable[PageKey]) -> None:
-        for key in keys:
-            self._archive.delete(key)
-
-    def _read_pages(self, moves: Sequence[Move]) -> None:
-        num_corrupt = self._archive.num_corrupt
-        for move in moves:
-            self._read.append((move, self._archive.read(PageKey(move.group, move.page_hash))))
-        with _counting:
-            self._stats.num_corrupt_pages += self._archive.num_corrupt - num_corrupt
-
-    def _write_pages(self, moves: Sequence[Move], contents: Sequence[jax.Array]) -> None:
-        try:
-            arrays = [np.asarray(leaf) for leaf in contents]
-            for index, move in enumerate(moves):
-                page = b"".join(array[:, index].tobytes() for array in arrays)
-                is_stored = self._archive.write(PageKey(move.group, move.page_hash), page)
-                with _counting:
-                    self._stats.num_stored_pages += is_stored
-        except jax.errors.JaxRuntimeError as error:  # of the step that should have written the pages
-            logger.debug("pages are not stored: %s", error)
-        finally:
-            self._num_written += len(moves)
+        for medium in self._media:
+            medium.close()
 
 
 def fingerprint(params: Params, lowering: Lowering) -> bytes:
@@ -237,6 +195,17 @@ def _bytes(leaf: jax.Array) -> memoryview:
     return np.ascontiguousarray(np.asarray(alias)).reshape(-1).view(np.uint8).data
 
 
-def _batches(items: Sequence[Any]) -> list[Sequence[Any]]:
-    """Split items into batches for one program each."""
-    return [items[start : start + MOVED_PAGES] for start in range(0, len(items), MOVED_PAGES)]
+def _batches(items: Sequence[_Item]) -> Iterator[tuple[int, Sequence[_Item]]]:
+    """Split items into batches for one program each, with the number of pages that it copies."""
+    start = 0
+    while start < len(items):
+        num_left = len(items) - start
+        size = next((size for size in MOVED_PAGES if size // 2 < num_left <= size), MOVED_PAGES[0])
+        size = max([size, *(each for each in MOVED_PAGES if each <= num_left)])
+        yield size, items[start : start + size]
+        start += size
+
+
+def _taken(items: deque[Any]) -> list[Any]:
+    """Remove and return the items of a deque to which other threads may add."""
+    return [items.popleft() for _ in range(len(items))]

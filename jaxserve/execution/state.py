@@ -228,16 +228,6 @@ def copy_pages(kv_pages: Pages, blob: Int[Array, "2 E"], axis: str | None = None
     return jax.tree.map(lambda x: x.at[:, target].set(x.at[:, source].get(mode="clip"), mode="drop"), kv_pages)
 
 
-def gather_pages(kv_pages: Pages, pages: Int[Array, " E"]) -> Pages:
-    """Return copies for some page ids, along axis 1; ids out of range give the last page."""
-    return jax.tree.map(lambda x: x.at[:, pages].get(mode="clip"), kv_pages)
-
-
-def scatter_pages(kv_pages: Pages, pages: Int[Array, " E"], contents: Pages) -> Pages:
-    """Write page contents, as from `gather_pages`, to a donated pool and return it; ids out of range are dropped."""
-    return jax.tree.map(lambda x, content: x.at[:, pages].set(content, mode="drop"), kv_pages, contents)
-
-
 def set_pages(sequences: Sequences, entries: PageEntries) -> Sequences:
     """Return the sequences with new page table entries."""
     table = sequences.page_table.at[entries.row, entries.column].set(entries.page, **DROPPED)

@@ -39,14 +39,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.kv_cache.page_store import PageStore
-from jaxserve.scheduling.kv_cache.transfers import Tier, Transfers
+from jaxserve.scheduling.kv_cache.stored_pages import StoredPages
+from jaxserve.scheduling.kv_cache.transfers import Requested, Transfers
 from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.planning import StepPlanner, join
 from jaxserve.scheduling.policy import Policy
@@ -110,11 +110,11 @@ class Scheduler:
         max_prompt_tokens: maximum tokens of one prompt in a step.
     """
 
-    def __init__(self, sizes: ScheduleConfig, policy: Policy | None = None, tiers: Sequence[Tier] = ()) -> None:
+    def __init__(self, sizes: ScheduleConfig, policy: Policy | None = None, tiers: Sequence[StoredPages] = ()) -> None:
         self.sizes, self._shard_sizes = sizes, sizes.shard_config
         self.max_prompt_tokens = self._shard_sizes.max_num_batched_tokens
         self.policy = policy or self._shard_sizes.policy
-        self._tiers, self._move_keys = tiers, count()
+        self._transfers = Transfers(tiers)
         self.shards = [
             Shard(partial(self._new_ledger, first_slot), self.policy, sizes.num_spare_drafts)
             for first_slot in range(0, sizes.max_num_seqs, self._shard_sizes.max_num_seqs)
@@ -131,8 +131,8 @@ class Scheduler:
 
     def _new_ledger(self, first_slot: int) -> Ledger:
         """Return an empty ledger for a shard whose slots begin at `first_slot`."""
-        sizes, transfers = self._shard_sizes, Transfers(self._tiers, self._move_keys)
-        store = PageStore(sizes.num_pages, sizes.kv_groups, transfers)
+        sizes = self._shard_sizes
+        store = PageStore(sizes.num_pages, sizes.kv_groups, self._transfers)
         return Ledger(sizes, store, dict(self.policy.weights), first_slot)
 
     @property
@@ -257,10 +257,13 @@ class Scheduler:
         for shard in self.shards:
             shard.transferred(keys, ok=ok)
 
+    def take_moves(self) -> Requested:
+        """Return the page moves requested since the last call; they start after the step that was planned meanwhile."""
+        return self._transfers.take_requested()
+
     def restart(self) -> None:
         """Return to the initial state after a failure: forget all requests (which have ended), plans and pages."""
-        for tier in self._tiers:
-            tier.restart()
+        self._transfers.restart()
         for shard in self.shards:
             shard.restart()
         self._balancer.restart()

@@ -21,15 +21,17 @@ from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.assembly.generation_defaults import build_arch
-from jaxserve.assembly.page_files import check_model
+from jaxserve.assembly.page_tiers import check_model
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.page_media import DiskPages
 from jaxserve.execution.page_mover import PageMover, fingerprint
 from jaxserve.layers.mlp import geglu
 from jaxserve.models.registry import from_hf_config
 from jaxserve.scheduling.kv_cache import page_archive
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from tests import checkpoints
+from tests.e2e.conversations import conversations
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, tokens
 from tests.e2e.workloads import run as run_all
@@ -37,7 +39,6 @@ from tests.parameters import mainly
 
 Start = Callable[..., DrivenEngine]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-SHORT = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +70,17 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def moved(engine: DrivenEngine) -> EngineStats:
     """Return the engine's totals, after all writes."""
-    mover = engine.replicas[0].mover
-    assert isinstance(mover, PageMover)
-    mover._io.submit(lambda: None).result()
+    disk_of(engine)._io.submit(lambda: None).result()
     return engine.stats
 
 
-def conversations(engine: DrivenEngine, num_chats: int, num_turns: int) -> tuple[list[Any], int, int]:
-    """Return the tokens of all turns, and the prompt tokens computed and needed at least: each turn adds 5."""
-    chats = [tokens(20, f"chat {number}") for number in range(num_chats)]
-    answers, num_computed, num_new = [], 0, 0
-    for turn in range(num_turns):
-        for number, chat in enumerate(chats):
-            chat.extend(tokens(5, (number, turn)))
-            (output,) = generate(engine, [chat], SHORT)
-            answers.append(output.outputs[0].token_ids)
-            chat.extend(answers[-1])
-            num_computed += len(output.prompt_token_ids) - output.num_cached_tokens
-            num_new += 25 if turn == 0 else 7
-    return answers, num_computed, num_new
+def disk_of(engine: DrivenEngine) -> DiskPages:
+    """Return an engine's pages on disk."""
+    mover = engine.replicas[0].mover
+    assert isinstance(mover, PageMover)
+    disk = mover._media[-1]
+    assert isinstance(disk, DiskPages)
+    return disk
 
 
 @pytest.mark.parametrize("kv_cache_dtype", mainly(["auto"], "int8", "int4"))
@@ -140,8 +133,7 @@ def test_loads_of_an_aborted_request_end_while_the_engine_sleeps(open_engine: Ca
     engine.add_request("0", prompt, GREEDY)
     engine.core.take_events()
     replica, may_read = engine.replicas[0], threading.Event()
-    assert isinstance(replica.mover, PageMover)
-    replica.mover._io.submit(may_read.wait)
+    disk_of(engine)._io.submit(may_read.wait)
     replica.launch(0.0)
     assert replica.scheduler.num_waiting == 1, "it loads its pages"
     engine.abort("0")
@@ -329,11 +321,20 @@ def fail_on_device(*_: Any) -> Any:
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
 
+def fail_all_programs(engine: DrivenEngine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Make an engine's programs that move pages fail on the device."""
+    mover = engine.replicas[0].mover
+    assert isinstance(mover, PageMover)
+    for program in mover._programs:
+        if program.startswith(name):
+            monkeypatch.setitem(mover._programs, program, fail_on_device)
+
+
 def test_without_memory_for_copies_pages_are_dropped(
     open_engine: Callable[..., DrivenEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = open_engine()
-    monkeypatch.setattr(engine.replicas[0].mover, "_gather", fail_on_device)
+    fail_all_programs(engine, monkeypatch, "gather")
     expected = generate(engine, [tokens(33, "x")], GREEDY)
     assert moved(engine).num_dropped_pages >= 32 // SIZES["page_size"]
     assert not engine.stats.num_stored_pages
@@ -347,7 +348,7 @@ def test_failed_load_ends_its_requests(
     prompts = [tokens(33, number) for number in range(6)]
     engine = open_engine()
     expected = generate(engine, prompts, GREEDY)
-    monkeypatch.setattr(engine.replicas[0].mover, "_scatter", fail_on_device)
+    fail_all_programs(engine, monkeypatch, "scatter")
     with pytest.raises(jax.errors.JaxRuntimeError, match="out of memory"):
         generate(engine, prompts[:1], GREEDY)
     assert not engine.has_unfinished()
@@ -382,6 +383,6 @@ def test_systems_without_file_locks_are_refused(llama: Path, tmp_path: Path, mon
     config = EngineConfig(str(llama), kv_offloading_path=str(tmp_path))
     arch = build_arch(config)
     check_model(config, arch, is_distributed=False)
-    monkeypatch.setattr("jaxserve.assembly.page_files.sys.platform", "win32")
+    monkeypatch.setattr("jaxserve.assembly.page_tiers.sys.platform", "win32")
     with pytest.raises(ConfigError, match="kv_offloading_path needs file locks of Linux or macOS, got "):
         check_model(config, arch, is_distributed=False)

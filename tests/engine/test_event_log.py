@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler
-from slow_tier import SlowTier
+from slow_mover import SlowMover
 
 from jaxserve.core.event_log import EventLog, event_from_json, event_to_json, read_log, replay_log
 from jaxserve.core.events import Added, CacheReset, Record, ReplicaEvent, Scheduled, replay
@@ -119,28 +119,23 @@ def test_the_end_of_a_transfer_is_an_event_that_is_replayed() -> None:
     def record(event: ReplicaEvent) -> None:
         events.append(event_from_json(json.loads(json.dumps(event_to_json(event)))))
 
-    driven = Driven(records=[record])
-    tier = SlowTier(SIZES.page_size, 1000, driven.executors[0].device)
-    scheduler = driven.replicas[0].scheduler
-    vars(scheduler)["_tiers"] = [tier]
-    scheduler.restart()
+    mover = SlowMover(SIZES.page_size, [40, 1000])
+    driven = Driven(records=[record], movers=[mover])
     for first in range(4):
         request = driven.submit(prompt=[first, *[1] * 38], max_tokens=2)
         while request in driven.unfinished:
             driven.step()
-        driven.end_moves(tier)
+        driven.end_moves(mover)
     again = driven.submit(prompt=[0, *[1] * 38], max_tokens=2)
     driven.step()
     assert again.status is RequestStatus.LOADING
-    driven.end_moves(tier)
+    driven.end_moves(mover)
     while again in driven.unfinished:
         driven.step()
     assert driven.ended[again][0] == generate_alone(again)[0]
-    assert (again.num_cached_tokens, tier.counts["loaded"]) == (36, 9)
+    assert (again.num_cached_tokens, mover.counts["loaded"]) == (36, 9)
     digests = [event.digest for event in events if isinstance(event, Scheduled)]
-    anew = Scheduler(SIZES)
-    vars(anew)["_tiers"] = [SlowTier(SIZES.page_size, 1000)]
-    anew.restart()
+    anew = Scheduler(SIZES, tiers=mover.new_tiers())
     assert replay(events, anew) == len(set(digests))
 
 

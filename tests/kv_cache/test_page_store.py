@@ -15,7 +15,7 @@ PAGE_SIZE = 4
 
 
 def make_store(num_pages=8):
-    return PageStore(num_pages, KVGroups(PAGE_SIZE), Transfers((), iter(())))
+    return PageStore(num_pages, KVGroups(PAGE_SIZE), Transfers())
 
 
 def make_request(token_ids, salt=b""):

@@ -46,7 +46,7 @@ class Model:
 @settings(max_examples=examples(100))
 @given(num_pages=st.integers(4, 16), operations=OPERATIONS)
 def test_the_tenant_with_the_most_pages_loses_its_oldest(num_pages, operations):
-    store, model = PageStore(num_pages, KVGroups(4), Transfers((), iter(()))), Model(num_pages)
+    store, model = PageStore(num_pages, KVGroups(4), Transfers()), Model(num_pages)
     held, released, number = [], [], 0
     for tenant, count, kind in operations:
         if kind == "drop" and held:
@@ -144,7 +144,7 @@ def run(loop, requests):
 
 
 def test_pages_found_again_and_again_leave_nothing_behind_while_none_is_evicted():
-    store = PageStore(3, KVGroups(4), Transfers((), iter(())))
+    store = PageStore(3, KVGroups(4), Transfers())
     [own], [other], [third] = (store.allocate(1, tenant) for tenant in "abc")
     for page, tenant in ((own, "a"), (other, "b"), (third, "c")):
         store.register(tenant.encode(), page, tenant=tenant)

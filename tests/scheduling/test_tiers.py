@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulation import VOCAB_SIZE, Device, Loop, generate_alone, make_request, make_scheduler, num_computed
-from slow_tier import SlowTier
+from slow_mover import SlowMover
 
 from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.core.event_log import event_from_json, event_to_json
@@ -35,22 +35,24 @@ PROMPTS = st.builds(
 
 
 class Tiers:
-    """Scheduler, device and tier, and the events of the scheduler."""
+    """Scheduler, device and tiers, and the events of the scheduler."""
 
-    def __init__(self, depth=0, max_steps=1, tier_pages=10_000, **sizes):
+    def __init__(self, depth=0, max_steps=1, tier_pages=(10_000,), **sizes):
         self.depth, self.max_steps = depth, max_steps
         self.sizes, self.tier_pages = sizes, tier_pages
-        self.tier, self.scheduler = self.new()
-        self.device = self.tier.device = Device(self.scheduler.sizes.kv_groups)
-        self.in_flight, self.plans, self.requests, self.events = [], [], [], []
+        self.mover = SlowMover(sizes["page_size"], tier_pages)
+        self.scheduler = self.new_scheduler()
+        self.device = self.mover.device = Device(self.scheduler.sizes.kv_groups)
+        self.in_flight, self.plans, self.requests = [], [], []
+        self.events, self.requested = [], []  # one value each per event
         self.digest = 0
 
-    def new(self):
-        tier = SlowTier(self.sizes["page_size"], self.tier_pages)
-        return tier, make_scheduler(max_model_len=64, tiers=[tier], **self.sizes)
+    def new_scheduler(self):
+        return make_scheduler(max_model_len=64, tiers=self.mover.new_tiers(), **self.sizes)
 
     def note(self, event):
-        self.tier.launch()
+        self.requested.append(self.scheduler.take_moves())
+        self.mover.start_moves(self.requested[-1])
         self.events.append(json.loads(json.dumps(event_to_json(event))))
 
     def add(self, request):
@@ -66,14 +68,15 @@ class Tiers:
 
     def end(self, *indices, ok=True):
         """End moves, which are numbered as they were asked for."""
-        ended = [self.tier.end(index, ok=ok) for index in sorted(indices, reverse=True)]
+        ended = [self.mover.end(index, ok=ok) for index in sorted(indices, reverse=True)]
         for well in (False, True):
             if keys := [key for key, each in ended if each is well]:
                 self.scheduler.transferred(keys, ok=well)
                 self.note(Transferred(keys, well))
 
     def end_all(self, *, ok=True):
-        self.end(*range(len(self.tier.moves)), ok=ok)
+        while self.mover.moves:  # the end of a move may begin a copy
+            self.end(*range(len(self.mover.moves)), ok=ok)
 
     def schedule(self):
         plan = self.scheduler.schedule(StepChoice(self.max_steps))
@@ -84,14 +87,15 @@ class Tiers:
         self.note(
             Scheduled(StepChoice(self.max_steps), None if plan is None else StepShape(plan.num_tokens), self.digest)
         )
-        is_idle = plan is None and not self.in_flight and not self.tier.moves
+        is_idle = plan is None and not self.in_flight and not self.mover.moves
         assert not (is_idle and self.scheduler.has_unfinished()), "idle with runnable work"
         return plan
 
     def update(self):
         plan, sampled = self.in_flight.pop(0)
-        self.note(Updated(sampled))
+        event = Updated([list(token_ids) for token_ids in sampled])
         self.scheduler.update(plan, sampled)
+        self.note(event)
 
     def step(self):
         plan = self.schedule()
@@ -119,9 +123,15 @@ class Tiers:
         return request
 
     def replay(self):
-        tier, scheduler = self.new()
-        assert replay(map(event_from_json, self.events), scheduler) == len(self.plans)
-        assert [tier.counts[name] for name in ("loads", "stores")] == [self.tier.counts[n] for n in ("loads", "stores")]
+        scheduler, requested = self.new_scheduler(), []
+
+        def events():
+            for event in self.events:
+                yield event_from_json(event)
+                requested.append(scheduler.take_moves())
+
+        assert replay(events(), scheduler) == len(self.plans)
+        assert requested == self.requested
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -132,7 +142,7 @@ class TierMachine(RuleBasedStateMachine):
         more_budget=st.integers(0, 16),
         page_size=st.sampled_from([1, 2, 4]),
         num_pool_tokens=st.integers(32, 60),
-        tier_pages=st.sampled_from([2, 100, 100]),
+        tier_pages=st.sampled_from([(2,), (100,), (100,), (5, 100), (100, 5)]),
         depth=st.integers(0, 2),
         max_steps=st.sampled_from([1, 1, 3]),
         windows=st.sampled_from([(None,), (None,), (3,), (None, 5), (2, None, 2, None)]),
@@ -165,7 +175,7 @@ class TierMachine(RuleBasedStateMachine):
                 self.tiers.add(request)
         self.step(num_steps)
 
-    @precondition(lambda self: self.tiers.tier.stored)
+    @precondition(lambda self: self.tiers.mover.counts["stored"])
     @rule(data=st.data(), tail=st.lists(st.integers(0, 1), max_size=4))
     def add_again(self, data, tail):
         """A request that goes on from one before, parts of which may have been evicted."""
@@ -178,13 +188,13 @@ class TierMachine(RuleBasedStateMachine):
         for _ in range(num_steps):
             self.tiers.step()
 
-    @precondition(lambda self: self.tiers.tier.moves)
+    @precondition(lambda self: self.tiers.mover.moves)
     @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
     def end(self, data, ok):
-        indices = range(len(self.tiers.tier.moves))
+        indices = range(len(self.tiers.mover.moves))
         self.tiers.end(*data.draw(st.sets(st.sampled_from(indices), min_size=1)), ok=ok)
 
-    @precondition(lambda self: self.tiers.tier.moves)
+    @precondition(lambda self: self.tiers.mover.moves)
     @rule(ok=st.sampled_from([True, True, False]))
     def end_all(self, ok):
         self.tiers.end_all(ok=ok)
@@ -212,9 +222,9 @@ class TierMachine(RuleBasedStateMachine):
             tiers.in_flight.clear()
             for request in self.unfinished:
                 request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
-            keys = [move.key for move in tiers.tier.moves]
+            keys = [move.key for move in tiers.mover.moves]
             scheduler.restart()
-            assert not tiers.tier.moves, "a move may still touch a page"
+            tiers.mover.forget()
             tiers.digest = 0
             tiers.note(Recovered())
             scheduler.transferred(keys, ok=True)  # they began before
@@ -260,7 +270,7 @@ def test_evicted_pages_are_loaded_again():
     again = tiers.add(make_request("again", range(30), 2))
     assert tiers.schedule() is None
     assert again.status is RequestStatus.LOADING
-    assert [move.is_load for move in tiers.tier.moves] == [True] * 7
+    assert [move.is_load for move in tiers.mover.moves] == [True] * 7
     tiers.end(*range(6))
     assert tiers.schedule() is None
     tiers.end(0)
@@ -282,10 +292,10 @@ def test_cached_tokens_are_counted_by_the_tier_that_had_them():
     tiers.run("first", range(30))
     flood(tiers)
     tiers.run("start", range(9))
-    loaded = tiers.tier.counts["loads"]
+    loaded = tiers.mover.counts["loads"]
     again = tiers.add(make_request("again", range(30), 2))
     tiers.schedule()
-    assert tiers.tier.counts["loads"] == loaded + 5
+    assert tiers.mover.counts["loads"] == loaded + 5
     tiers.end(4, ok=False)
     tiers.drain()
     assert again.cached_tokens == CachedTokens(device=8, disk=16)
@@ -324,7 +334,7 @@ def test_a_request_loads_only_once_in_vain():
     tiers = new_tiers()
     tiers.run("first", range(30))
     flood(tiers)
-    vars(tiers.tier)["transferred"] = lambda move, *, ok: None
+    vars(tiers.scheduler._transfers)["_delete"] = lambda number, content, stored_by: None
     again = tiers.add(make_request("again", range(30), 2))
     tiers.schedule()
     assert again.status is RequestStatus.LOADING
@@ -340,7 +350,7 @@ def test_two_requests_wait_for_one_load():
     twins = [tiers.add(make_request(name, range(30), 2)) for name in ("a", "b")]
     tiers.schedule()
     assert [twin.status for twin in twins] == [RequestStatus.LOADING] * 2
-    assert tiers.tier.counts["loads"] == 7
+    assert tiers.mover.counts["loads"] == 7
     tiers.finish(twins[0])
     tiers.drain()
     assert twins[1].num_cached_tokens == 28
@@ -360,7 +370,7 @@ def test_pages_loaded_for_an_ended_request_are_cached():
     tiers.scheduler.check_integrity()
     assert tiers.scheduler.num_pages_used == 0
     assert tiers.run("third", range(30)).num_cached_tokens == 0
-    assert tiers.tier.counts["loads"] == 7
+    assert tiers.mover.counts["loads"] == 7
 
 
 def test_pages_of_other_weights_are_not_found_in_any_tier():
@@ -380,7 +390,7 @@ def test_pages_of_other_weights_are_not_found_in_any_tier():
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 def test_swapped_requests_compute_again_no_more_than_was_in_flight(depth, page_size, windows):
     """Rows that outgrow the pool give way, with a plan in flight before their last page is full."""
-    sizes = {"page_size": page_size, "num_pages": 64 // page_size * len(windows), "windows": windows}
+    sizes = {"page_size": page_size, "num_pages": (64 // page_size + 1) * len(windows), "windows": windows}
     tiers = new_tiers(depth=depth, **sizes)
     requests = [tiers.add(make_request(str(i), [10 + i] * (5 + i % 4), 30)) for i in range(8)]
     tiers.drain()
@@ -389,7 +399,7 @@ def test_swapped_requests_compute_again_no_more_than_was_in_flight(depth, page_s
     assert num_swapped > 3
     assert num_again <= 2 * depth * num_swapped
     assert [request.output_token_ids for request in requests] == [generate_alone(request)[0] for request in requests]
-    assert tiers.tier.counts["loaded"] > 3
+    assert tiers.mover.counts["loaded"] > 3
     assert any(plan.copies for plan in tiers.plans) or not depth or page_size == 1
     tiers.replay()
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from struct import Struct
 from typing import NamedTuple
 
+from jaxserve.scheduling.kv_cache.stored_pages import PageKey
+
 logger = logging.getLogger(__name__)
 
 _MAGIC = b"jskv\x00\x00\x00\x01"  # the last byte is the format version
@@ -23,13 +25,6 @@ _HEADER = Struct("<8s16sI16sQII")  # magic, fingerprint, group, hash, sequence n
 _CHECKSUM = Struct("<I")  # CRC-32 of the header
 _HEADER_BYTES = 64
 _MAX_FILES = 1024  # engines that use one directory simultaneously
-
-
-class PageKey(NamedTuple):
-    """A page's content: its KV group, and the hash that covers all tokens up to its last one."""
-
-    group: int
-    page_hash: bytes
 
 
 class PageArchive:
@@ -44,6 +39,7 @@ class PageArchive:
         max_bytes: maximum file size.
 
     Attributes:
+        slot_bytes: file size per page.
         num_slots: maximum number of stored pages.
         num_corrupt: pages that failed their checksum.
         num_errors: failed system calls.
@@ -55,8 +51,8 @@ class PageArchive:
     def __init__(self, directory: Path, fingerprint: bytes, page_bytes: int, max_bytes: int) -> None:
         self.num_corrupt = self.num_errors = 0
         self._fingerprint, self._page_bytes = fingerprint, page_bytes
-        self._slot_bytes = _HEADER_BYTES + page_bytes
-        self.num_slots = max_bytes // self._slot_bytes
+        self.slot_bytes = _HEADER_BYTES + page_bytes
+        self.num_slots = max_bytes // self.slot_bytes
         directory.mkdir(parents=True, exist_ok=True)
         self._file = _lock_first(directory)
         self._closing = weakref.finalize(self, os.close, self._file)  # also if nobody calls `close`
@@ -83,7 +79,7 @@ class PageArchive:
         header = _HEADER.pack(*fields)
         parts = header + _CHECKSUM.pack(zlib.crc32(header)) + page
         try:
-            is_whole = os.pwrite(self._file, parts, slot * self._slot_bytes) == len(parts)
+            is_whole = os.pwrite(self._file, parts, slot * self.slot_bytes) == len(parts)
         except OSError as error:
             self._note_error("write to", error)
             is_whole = False
@@ -98,7 +94,7 @@ class PageArchive:
         if (slot := self._slots.get(key)) is None:
             return None
         try:
-            content = os.pread(self._file, self._slot_bytes, slot * self._slot_bytes)
+            content = os.pread(self._file, self.slot_bytes, slot * self.slot_bytes)
         except OSError as error:
             self._note_error("read", error)
             content = b""
@@ -138,14 +134,14 @@ class PageArchive:
             self._slots.pop(key, None)  # the same content again: keep the later one
             self._slots[key], self._sequence = slot, sequence
         self._free = sorted(set(range(self.num_slots)) - set(self._slots.values()), reverse=True)
-        if os.fstat(self._file).st_size > self.num_slots * self._slot_bytes:
-            os.ftruncate(self._file, self.num_slots * self._slot_bytes)
+        if os.fstat(self._file).st_size > self.num_slots * self.slot_bytes:
+            os.ftruncate(self._file, self.num_slots * self.slot_bytes)
 
     def _scan(self) -> Iterator[tuple[int, int, PageKey]]:
         """Yield sequence number, slot and key for each intact header."""
-        num_used = os.fstat(self._file).st_size // self._slot_bytes
+        num_used = os.fstat(self._file).st_size // self.slot_bytes
         for slot in range(min(num_used, self.num_slots)):
-            found = self._key(os.pread(self._file, _HEADER_BYTES, slot * self._slot_bytes))
+            found = self._key(os.pread(self._file, _HEADER_BYTES, slot * self.slot_bytes))
             if found is not None:
                 yield found.sequence, slot, found.key
 

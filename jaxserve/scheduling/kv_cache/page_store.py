@@ -3,10 +3,10 @@
 A page is free; computing, while its owners fill it; or cached: requests with the same prefix find it by the hash of all
 tokens up to its last one. A cached page without owners keeps its content until no free page is left.
 
-Device memory is the first of several tiers that store content by hash. With lower tiers, a cached page without owners
-is first storing, and can still be found; a request whose prefix lies in a lower tier gets pages that are loading.
-Neither can be reused before its transfer has ended, even without owners. Then it is cached, or free if it failed to
-load or its content was forgotten meanwhile.
+Device memory is the first of several tiers that store content by hash. With lower tiers, a cached page is
+also stored in the next one: a full page as soon as it is cached, others without owners. Meanwhile it is storing, and
+can still be found. A request whose prefix lies in a lower tier gets pages that are loading. Neither can be reused
+before its transfer has ended. Then it is cached, or free if it failed to load or its content was forgotten meanwhile.
 
 Each KV group has pages of its own, and the kind of the group decides which of them a token sees (`group_kinds.py`). A
 prefix is cached if every kind finds all pages that the next token sees.
@@ -30,20 +30,10 @@ from jaxserve.scheduling.kv_cache.group_kinds import (
 from jaxserve.scheduling.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.scheduling.kv_cache.pages import CACHED, COMPUTING, LOADING, STORING, Pages
 from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
-from jaxserve.scheduling.kv_cache.transfers import Transfers
+from jaxserve.scheduling.kv_cache.transfers import NO_PAGE, InAnyTier, Transfers
 from jaxserve.scheduling.request import Request, RequestStatus
 
 TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one takes twice as long
-
-
-class _InAnyTier:
-    """Set of the hashes of a KV group's pages that are cached in device memory or can be loaded from a lower tier."""
-
-    def __init__(self, group: int, cached: Container[bytes], transfers: Transfers) -> None:
-        self._group, self._cached, self._transfers = group, cached, transfers
-
-    def __contains__(self, page_hash: object) -> bool:
-        return page_hash in self._cached or self._transfers.reaches(self._group, page_hash)
 
 
 class PageStore:
@@ -74,7 +64,7 @@ class PageStore:
         self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
         self._cached: list[Container[bytes]] = [*self._page_by_hash]  # KV groups, then states
         self._in_any_tier: list[Container[bytes]] = [
-            _InAnyTier(group, cached, transfers) for group, cached in enumerate(self._page_by_hash)
+            InAnyTier(group, cached, transfers) for group, cached in enumerate(self._page_by_hash)
         ]
         self._full = FullAttention(groups)
         self._first = groups.full[0] if groups.full else 0  # group that `has` looks up
@@ -242,9 +232,8 @@ class PageStore:
                 continue
             state = states[page]
             if state is CACHED:
-                if self.has_tiers and self._transfers.wants(content[page]):
+                if self.has_tiers and self._transfers.store(page, content[page]):
                     states[page] = STORING
-                    self._transfers.store(page, content[page])
                 else:
                     self.order.add(page, content[page][-1])
             elif state is COMPUTING:
@@ -349,7 +338,7 @@ class PageStore:
         """
         for key in keys:
             transfer = self._transfers.end(key, ok=ok)
-            if transfer is None:
+            if transfer is None or transfer.move.page == NO_PAGE:
                 continue
             page, content, is_useful = transfer.move.page, transfer.content, transfer.is_useful
             self._pages.states[page] = COMPUTING
@@ -399,7 +388,10 @@ class PageStore:
         self.order.cached(tenant)
 
     def register_blocks(self, request: Request, stop: int) -> None:
-        """Make the pages in a request's blocks before block `stop` findable; all their tokens are known and certain."""
+        """Make the pages in a request's blocks before block `stop` findable; all their tokens are known and certain.
+
+        They are also stored in the next tier: a crash loses few, and a preempted request leaves few to store.
+        """
         first = request.num_registered_blocks
         if first >= stop or request in self.unshared:
             return
@@ -409,6 +401,15 @@ class PageStore:
             if (page := pages[index]) != RELEASED:
                 register(hashes[index // size], page, index % size, tenant)
         request.num_registered_blocks = stop
+        if self.has_tiers:
+            self._store_below(pages[first * size : stop * size])
+
+    def _store_below(self, pages: Iterable[int]) -> None:
+        """Begin to store cached pages in the next tier, if it lacks them and can take them."""
+        states, content = self._pages.states, self._pages.content
+        for page in pages:
+            if page != RELEASED and states[page] is CACHED and self._transfers.store(page, content[page]):
+                states[page] = STORING
 
     def reset(self, running: Iterable[Request]) -> None:
         """Forget all content. Pages in use stay with their owners; `running` are all owners."""

@@ -1,69 +1,73 @@
-"""Transfers: page moves between the device and lower tiers, and the requests that wait for them.
+"""Transfers: page moves between tiers, and the requests that wait for them.
 
-The scheduler decides on moves and describes them by values; a connector moves the bytes, and emits a `Transferred`
-event when moves have ended. A move requested while a plan is made runs after that plan's step, which may still copy
-from a page to be loaded, and before later steps. Nobody reuses a page until its move has ended, because it is written
-(load) or read (store) meanwhile.
+Tiers are numbered: 0 is device memory, 1 the first tier below it, and so on. The scheduler decides on moves and
+describes them by values; a `PageMover` moves the bytes, and reports moves that have ended, which become `Transferred`
+events. A move requested while a plan is made runs after that plan's step, which may still copy from a page to be
+loaded, and before later steps. Nobody reuses a device page until its move has ended, because it is written (load) or
+read (store) meanwhile.
+
+A page is stored in the first tier, and copied from each tier to the next one as soon as it has arrived, but only while
+few such copies have not ended. A page that is evicted from a tier is copied if the next one lacks it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from itertools import count
+from typing import NamedTuple, Protocol
 
 from jaxserve.scheduling.kv_cache.pages import Content
+from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 from jaxserve.scheduling.request import Request
+
+DEVICE = 0  # number of the tier in device memory
+NO_PAGE = -1  # page of a move between two lower tiers
+MAX_COPIES = 256  # unfinished copies between lower tiers; with more, pages are not copied
 
 
 class Move(NamedTuple):
-    """A copy of a page's content from or to a lower tier.
+    """A copy of a page's content from one tier to another.
 
     Attributes:
         key: unique number of the move.
-        is_load: True if the page is written, False if it is read.
-        page: device page.
-        group: its KV group.
-        page_hash: content hash.
+        source: number of the tier from which it is read.
+        target: number of the tier to which it is written; one of the two tiers may be DEVICE.
+        page: device page; NO_PAGE if neither is DEVICE.
+        content: KV group and content hash.
     """
 
     key: int
-    is_load: bool
+    source: int
+    target: int
     page: int
-    group: int
-    page_hash: bytes
+    content: PageKey
+
+    @property
+    def is_load(self) -> bool:
+        """True if a device page is written."""
+        return self.target == DEVICE
 
 
-@runtime_checkable
-class Tier(Protocol):
-    """A tier below device memory, as seen by the scheduler. Its answers depend only on earlier calls and their order.
+class Deletion(NamedTuple):
+    """The end of a page in a lower tier."""
 
-    A replay of the scheduler's events thus makes the same plans with a tier of the same size. A move is identified by
-    its key, because other moves may have the same content, before and after `clear`.
+    tier: int
+    content: PageKey
+
+
+class Requested(NamedTuple):
+    """Work for the tiers.
 
     Attributes:
-        name: one of `LOWER_TIERS`, under which its tokens are counted.
+        forgotten: moves that end without a copy, because their content was forgotten before they started.
+        is_cleared: True if all content is deleted before the work.
+        work: moves and deletions, in order.
     """
 
-    name: str
-
-    def has(self, group: int, page_hash: bytes) -> bool:
-        """Return whether a page can be loaded."""
-
-    def load(self, move: Move) -> None:
-        """Note that a page's content will be copied from this tier to the device."""
-
-    def store(self, move: Move) -> None:
-        """Note that a page's content will be copied from the device to this tier."""
-
-    def transferred(self, move: Move, *, ok: bool) -> None:
-        """Note the end of a move: a stored page can now be loaded; a page that failed to load cannot."""
-
-    def clear(self) -> None:
-        """Forget all content, as after a change of weights; moves continue, but their results are useless."""
-
-    def restart(self) -> None:
-        """Forget all moves, and content that a device failure may have destroyed."""
+    forgotten: list[Move]
+    is_cleared: bool
+    work: list[Move | Deletion]
 
 
 class EndedMoves(NamedTuple):
@@ -79,85 +83,130 @@ class EndedMoves(NamedTuple):
 
 
 class PageMover(Protocol):
-    """Copies the bytes of pages, for one replica."""
+    """Copies the bytes of pages between tiers, for one replica."""
 
-    @property
-    def tier(self) -> Tier:
-        """The scheduler's view of the pages that were copied."""
+    def new_tiers(self) -> list[StoredPages]:
+        """Return the scheduler's indices of the tiers below device memory, the next one first."""
 
-    def start_moves(self) -> None:
-        """Start the moves requested from the tier; call it after the step that was planned meanwhile."""
+    def start_moves(self, requested: Requested) -> None:
+        """Start the work requested while a plan was made, after the plan's step."""
 
     def take_ended(self) -> list[EndedMoves]:
         """Return the moves that have ended since the last call: steps launched from now on may read loaded pages."""
 
     def forget(self) -> None:
-        """Forget all moves: none of them writes to a page any more."""
+        """Forget all moves: none of them writes to a device page any more."""
 
     def close(self) -> None:
         """Complete the stores and free all resources."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Transfer:
     """A move that has not ended.
 
     Attributes:
-        tier: tier that makes it.
         content: content of the page after the move.
         waiting: requests that wait for its end.
         is_useful: False if it failed, or its content was forgotten.
     """
 
     move: Move
-    tier: Tier
     content: Content
     waiting: list[Request] = field(default_factory=list)
     is_useful: bool = True
 
 
 class Transfers:
-    """Moves that have not ended.
+    """Moves that have not ended, and the tiers between which they take place.
 
     Args:
         tiers: lower tiers, the next one first.
-        keys: unique move numbers, also across restarts.
 
     Attributes:
         tiers: lower tiers.
         loading: pages being loaded, by group and hash.
     """
 
-    def __init__(self, tiers: Sequence[Tier], keys: Iterator[int]) -> None:
+    def __init__(self, tiers: Sequence[StoredPages] = ()) -> None:
         self.tiers = tiers
         self.loading: dict[tuple[int, bytes], int] = {}
-        self._keys = keys
+        self._keys = count()
         self._by_key: dict[int, Transfer] = {}
-        self._by_page: dict[int, Transfer] = {}
+        self._by_page: dict[int, Transfer] = {}  # of the device
+        self._requested = Requested([], False, [])
 
-    def reaches(self, group: int, page_hash: Any) -> bool:
+    def take_requested(self) -> Requested:
+        """Return the work requested since the last call."""
+        requested, self._requested = self._requested, Requested([], False, [])
+        return requested
+
+    def reaches(self, group: int, page_hash: object) -> bool:
         """Return whether a page can be loaded or is being loaded."""
-        return (group, page_hash) in self.loading or any(tier.has(group, page_hash) for tier in self.tiers)
-
-    def wants(self, content: Content) -> bool:
-        """Return whether a page without owners should be stored before it is evicted."""
-        return bool(self.tiers) and not self.reaches(*content[:2])
+        key = (group, page_hash)
+        return key in self.loading or any(key in tier for tier in self.tiers)
 
     def load(self, page: int, content: Content) -> str:
         """Begin to load a page from the first tier that has its content; return the tier's name."""
-        tier = next(tier for tier in self.tiers if tier.has(*content[:2]))
+        key = PageKey(*content[:2])
+        source = next(number for number, tier in enumerate(self.tiers, 1) if key in tier)
         self.loading[content[:2]] = page
-        tier.load(self._begin(page, content, tier, is_load=True))
-        return tier.name
+        move = self._begin(source, DEVICE, page, content)
+        self._tier(source).load(move.key, key)
+        return self._tier(source).name
 
-    def store(self, page: int, content: Content) -> None:
-        """Begin to store a page in the first lower tier."""
-        self.tiers[0].store(self._begin(page, content, self.tiers[0], is_load=False))
+    def store(self, page: int, content: Content) -> bool:
+        """Begin to store a page in the first lower tier; return False if it has the page or cannot take it."""
+        if not self.tiers or content[:2] in self.tiers[0] or content[:2] in self.loading:
+            return False
+        return self._copy(DEVICE, page, content)
 
-    def _begin(self, page: int, content: Content, tier: Tier, *, is_load: bool) -> Move:
-        """Return a new move of a page, recorded until it ends."""
-        move = Move(next(self._keys), is_load, page, *content[:2])
-        self._by_key[move.key] = self._by_page[page] = Transfer(move, tier, content)
+    def _tier(self, number: int) -> StoredPages:
+        """Return a lower tier by its number."""
+        return self.tiers[number - 1]
+
+    def _copy(self, source: int, page: int, content: Content) -> bool:
+        """Begin to copy a page from a tier to the next one; return False if that cannot take it.
+
+        Args:
+            source: number of the tier that has the page.
+            page: device page; NO_PAGE if the source is a lower tier.
+            content: content of the page.
+        """
+        target, key = source + 1, PageKey(*content[:2])
+        if not self._make_space(target):
+            return False
+        move = self._begin(source, target, page, content)
+        self._tier(target).store(move.key, key)
+        if source != DEVICE:
+            self._tier(source).load(move.key, key)
+        return True
+
+    def _copy_down(self, source: int, key: PageKey) -> None:
+        """Copy a page of a lower tier to the next one unless that has it, or too many copies have not ended."""
+        is_busy = len(self._by_key) - len(self._by_page) >= MAX_COPIES
+        if source < len(self.tiers) and key not in self.tiers[source] and not is_busy:
+            self._copy(source, NO_PAGE, (*key, ""))
+
+    def _make_space(self, number: int) -> bool:
+        """Delete pages of a lower tier until another one fits; return False if none can be deleted."""
+        tier = self._tier(number)
+        while tier.is_full:
+            victim = tier.victim()
+            if victim is None:
+                return False
+            self._copy_down(number, victim)
+            tier.delete(victim)
+            self._requested.work.append(Deletion(number, victim))
+        return True
+
+    def _begin(self, source: int, target: int, page: int, content: Content) -> Move:
+        """Request a new move, which is recorded until it ends, and return it."""
+        move = Move(next(self._keys), source, target, page, PageKey(*content[:2]))
+        transfer = self._by_key[move.key] = Transfer(move, content)
+        if page != NO_PAGE:
+            self._by_page[page] = transfer
+        self._requested.work.append(move)
         return move
 
     def wait(self, request: Request) -> None:
@@ -178,14 +227,35 @@ class Transfers:
         if transfer is None:
             return None
         move = transfer.move
-        del self._by_page[move.page]
+        self._by_page.pop(move.page, None)
         transfer.is_useful &= ok
-        if move.is_load and self.loading.get((move.group, move.page_hash)) == move.page:
-            del self.loading[move.group, move.page_hash]
-        transfer.tier.transferred(move, ok=transfer.is_useful)
+        if move.source != DEVICE:
+            stored_by = self._tier(move.source).loaded(key)
+            if move.target == DEVICE and not transfer.is_useful:
+                self._delete(move.source, move.content, stored_by)
+        if move.target != DEVICE:
+            if not transfer.is_useful:
+                self._delete(move.target, move.content, key)
+            elif move.content in self._tier(move.target):
+                self._copy_down(move.target, move.content)
+        elif self.loading.get(move.content) == move.page:
+            del self.loading[move.content]
         for request in transfer.waiting:
             request.num_transfers -= 1
         return transfer
+
+    def _delete(self, number: int, content: PageKey, stored_by: int | None) -> None:
+        """Delete a lost page from a lower tier, unless it was stored there again since.
+
+        Args:
+            number: number of the tier.
+            content: content of the page.
+            stored_by: move that stored it; None if an earlier engine has.
+        """
+        tier = self._tier(number)
+        if tier.holds(content, stored_by):
+            tier.delete(content)
+            self._requested.work.append(Deletion(number, content))
 
     def abandon(self, request: Request) -> None:
         """Stop a request from waiting; its pages are loaded nevertheless."""
@@ -201,6 +271,18 @@ class Transfers:
         self.loading.clear()
         for tier in self.tiers:
             tier.clear()
+        moves = [each for each in self._requested.work if isinstance(each, Move)]
+        self._requested = Requested(self._requested.forgotten + moves, True, [])
+
+    def restart(self) -> None:
+        """Forget all moves, and content that a device failure may have destroyed."""
+        self.loading.clear()
+        self._by_key.clear()
+        self._by_page.clear()
+        for tier in self.tiers:
+            tier.restart()
+        deletions = [each for each in self._requested.work if isinstance(each, Deletion)]
+        self._requested = Requested([], self._requested.is_cleared, [*deletions])
 
     def check_integrity(self, loading: Collection[int], storing: Collection[int], waiting: Sequence[Request]) -> None:
         """Assert that pages and requests match the moves.
@@ -210,8 +292,9 @@ class Transfers:
             storing: pages in state STORING.
             waiting: requests in status LOADING.
         """
-        assert self._by_page == {transfer.move.page: transfer for transfer in self._by_key.values()}
-        moves = [transfer.move for transfer in self._by_key.values()]
+        transfers = [transfer for transfer in self._by_key.values() if transfer.move.page != NO_PAGE]
+        assert self._by_page == {transfer.move.page: transfer for transfer in transfers}
+        moves = [transfer.move for transfer in transfers]
         assert sorted(move.page for move in moves if move.is_load) == sorted(loading), "a page loads by no or two moves"
         assert sorted(move.page for move in moves if not move.is_load) == sorted(storing), "a page is not being stored"
         assert set(self.loading.values()) <= set(loading)
@@ -220,3 +303,13 @@ class Transfers:
             assert len(pages) == len(set(pages)) == request.num_transfers > 0, f"{request.request_id} waits for nothing"
             assert set(pages) == set(request.pages) & set(loading), f"{request.request_id} waits for others' pages"
         assert all(request in waiting for t in self._by_key.values() for request in t.waiting), "it waits no more"
+
+
+class InAnyTier:
+    """Set of the hashes of a KV group's pages that are cached in device memory or can be loaded from a lower tier."""
+
+    def __init__(self, group: int, cached: Container[bytes], transfers: Transfers) -> None:
+        self._group, self._cached, self._transfers = group, cached, transfers
+
+    def __contains__(self, page_hash: object) -> bool:
+        return page_hash in self._cached or self._transfers.reaches(self._group, page_hash)

@@ -1,0 +1,246 @@
+"""Media: where the bytes of pages in lower tiers lie.
+
+The scheduler decides which pages a tier holds (`StoredPages`); a medium does it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.api.metrics import EngineStats
+from jaxserve.errors import ConfigError
+from jaxserve.models.params import Params
+from jaxserve.scheduling.kv_cache.page_archive import PageArchive
+from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
+
+logger = logging.getLogger(__name__)
+
+Leaf = jax.Array | NDArray[np.generic]
+Page = Sequence[Leaf]  # contents of a page, by leaf of the pool
+OpenArchive = Callable[[Params], PageArchive]
+
+MAX_UNWRITTEN_PAGES = 1024  # pages that wait for the file; with more, pages are not stored
+_counting = threading.Lock()  # held to add to the totals, as several I/O threads have the same ones
+
+
+@runtime_checkable
+class Medium(Protocol):
+    """Bytes of the pages in one tier. One thread at a time uses it, and it does all work in the order of calls."""
+
+    def new_tier(self) -> StoredPages:
+        """Return the scheduler's index of the pages."""
+
+    def put(self, key: PageKey, page: Page, done: Callable[[bool], None]) -> bool:
+        """Begin to store a page; return False if too many pages wait to be stored.
+
+        Args:
+            key: content of the page.
+            page: the page, which may still be computed by the device.
+            done: called with the success at the end, possibly on another thread.
+        """
+
+    def get(self, key: PageKey, done: Callable[[Page | None], None]) -> None:
+        """Begin to read a page; `done` is called with it, or with None if it is lost, possibly on another thread."""
+
+    def delete(self, key: PageKey) -> None:
+        """Delete a page."""
+
+    def clear(self) -> None:
+        """Delete all pages."""
+
+    def use_weights(self, params: Params) -> None:
+        """Continue with pages of the given weights, after `clear`."""
+
+    def forget_device(self) -> None:
+        """Delete pages that a device failure may have destroyed."""
+
+    def close(self) -> None:
+        """Complete the stores and free all resources. Has no effect the second time."""
+
+
+class HostPages:
+    """Pages in host memory.
+
+    Args:
+        num_pages: capacity.
+        stats: totals to which pages are added.
+    """
+
+    def __init__(self, num_pages: int, stats: EngineStats) -> None:
+        self._num_pages, self._stats = num_pages, stats
+        self._pages: dict[PageKey, Page] = {}
+
+    def new_tier(self) -> StoredPages:
+        """Return an empty index."""
+        return StoredPages("host", self._num_pages)
+
+    def put(self, key: PageKey, page: Page, done: Callable[[bool], None]) -> bool:
+        """Keep a page."""
+        self._pages[key] = page
+        with _counting:
+            self._stats.num_stored_pages += 1
+        done(True)
+        return True
+
+    def get(self, key: PageKey, done: Callable[[Page | None], None]) -> None:
+        """Return a page; None if its copy to host memory has failed."""
+        page = self._pages.get(key)
+        done(page if page and _is_whole(page) else None)
+
+    def delete(self, key: PageKey) -> None:
+        """Free a page; a copy to another tier may still use it."""
+        self._pages.pop(key, None)
+
+    def clear(self) -> None:
+        """Free all pages."""
+        self._pages.clear()
+
+    def use_weights(self, params: Params) -> None:
+        """Do nothing: the pages are those of this engine."""
+
+    def forget_device(self) -> None:
+        """Free all pages: the latest may have been copied from destroyed ones."""
+        self._pages.clear()
+
+    def close(self) -> None:
+        """Free all pages."""
+        self._pages.clear()
+
+
+class DiskPages:
+    """Pages in a file, which a thread reads and writes. Reads overtake writes.
+
+    Args:
+        open_archive: opens the file of some weights.
+        params: weights in use.
+        shapes: shapes and dtypes of a page's parts, by leaf of the pool.
+        stats: totals to which pages are added.
+    """
+
+    def __init__(
+        self, open_archive: OpenArchive, params: Params, shapes: Sequence[jax.ShapeDtypeStruct], stats: EngineStats
+    ) -> None:
+        self._open_archive, self._shapes, self._stats = open_archive, shapes, stats
+        self._archive = open_archive(params)
+        self._unwritten: dict[PageKey, Page] = {}  # pages that wait for the file
+        self._reads: deque[Callable[[], None]] = deque()
+        self._changes: deque[Callable[[], None]] = deque()
+        self._io = ThreadPoolExecutor(1, "jaxserve pages")
+
+    def new_tier(self) -> StoredPages:
+        """Return an index of the pages that an earlier engine has left."""
+        return StoredPages("disk", self._archive.num_slots, self._archive.keys, outlives_device=True)
+
+    def put(self, key: PageKey, page: Page, done: Callable[[bool], None]) -> bool:
+        """Have the thread write a page."""
+        if len(self._unwritten) >= MAX_UNWRITTEN_PAGES:
+            return False
+        self._unwritten[key] = page
+        self._submit(self._changes, lambda: done(self._write(key, page)))
+        return True
+
+    def get(self, key: PageKey, done: Callable[[Page | None], None]) -> None:
+        """Return a page that waits for the file, or have the thread read it."""
+        if (page := self._unwritten.get(key)) is not None:
+            done(page if _is_whole(page) else None)
+        else:
+            self._submit(self._reads, lambda: done(self._read(key)))
+
+    def delete(self, key: PageKey) -> None:
+        """Have the thread delete a page."""
+        self._submit(self._changes, lambda: self._archive.delete(key))
+
+    def clear(self) -> None:
+        """Have the thread empty the file."""
+        self._submit(self._changes, self._empty)
+
+    def use_weights(self, params: Params) -> None:
+        """Have the thread continue with an empty file for the given weights."""
+        self._submit(self._changes, lambda: self._reopen(params))
+
+    def forget_device(self) -> None:
+        """Do nothing: pages that cannot be read from the device are not written."""
+
+    def close(self) -> None:
+        """Write the stored pages, and close the file."""
+        self._io.shutdown()
+        self._archive.close()
+
+    def _submit(self, tasks: deque[Callable[[], None]], task: Callable[[], None]) -> None:
+        """Add a task for the thread."""
+        tasks.append(task)
+        self._io.submit(self._run_next)
+
+    # On the thread
+
+    def _run_next(self) -> None:
+        """Run the next task: reads first, because requests wait for them."""
+        (self._reads or self._changes).popleft()()
+
+    def _empty(self) -> None:
+        """Empty the file, which may have been opened after the request."""
+        self._archive.clear()
+
+    def _write(self, key: PageKey, page: Page) -> bool:
+        """Write a page to the file; return whether it can be read."""
+        try:
+            is_stored = self._archive.write(key, b"".join([np.asarray(leaf).tobytes() for leaf in page]))
+        except jax.errors.JaxRuntimeError:  # of the step that should have written the page
+            is_stored = False
+        if self._unwritten.get(key) is page:
+            del self._unwritten[key]
+        with _counting:
+            self._stats.num_stored_pages += is_stored
+        return is_stored
+
+    def _read(self, key: PageKey) -> Page | None:
+        """Read a page from the file; return None if it is lost."""
+        num_corrupt = self._archive.num_corrupt
+        content = self._archive.read(key)
+        with _counting:
+            self._stats.num_corrupt_pages += self._archive.num_corrupt - num_corrupt
+        return None if content is None else list(_split(content, self._shapes))
+
+    def _reopen(self, params: Params) -> None:
+        """Continue with an empty file for the given weights; without it, no page is kept."""
+        self._archive.close()  # first: after a failure, nothing writes pages to the file of other weights
+        try:
+            self._archive = self._open_archive(params)
+        except ConfigError as error:
+            logger.warning("no KV pages are kept on disk: %s", error)
+        else:
+            self._archive.clear()
+
+
+def _is_whole(page: Page) -> bool:
+    """Return whether a page was copied from the device, or will be."""
+    leaves: list[Any] = [leaf for leaf in page if isinstance(leaf, jax.Array)]
+    try:
+        jax.block_until_ready([leaf for leaf in leaves if leaf.is_ready()])
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def num_page_bytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> int:
+    """Return the size of a page, given the shapes and dtypes of its parts."""
+    return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in shapes)
+
+
+def _split(content: bytes, shapes: Sequence[jax.ShapeDtypeStruct]) -> Iterator[NDArray[np.generic]]:
+    """Yield the parts of a page that was read."""
+    offset = 0
+    for leaf in shapes:
+        dtype = np.dtype(leaf.dtype)
+        part = np.frombuffer(content, dtype, int(np.prod(leaf.shape)), offset)
+        yield part.reshape(leaf.shape)
+        offset += part.nbytes
