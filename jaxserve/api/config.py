@@ -143,11 +143,11 @@ class EngineConfig:
         multi_step: maximum decode steps in one dispatch while no waiting request could join; 1 disables it. "auto"
             measures whether several are faster, and limits a dispatch to about 10 ms; a new request may have to wait
             for two. It is off with compile_ahead="minimal".
-        compile_ahead: "all" compiles every bucket before the first request; "background" compiles the smallest and the
-            largest first and the others while serving, after 5 s or when 8 steps have lacked one, so that a short run
-            compiles nothing else; "minimal" compiles only those two. A request uses the next larger bucket that is
-            ready and never waits for a compilation. On accelerators, where compilation is slow, buckets are few: 16, 64
-            and 256 tokens, then two per doubling.
+        compile_ahead: "all" compiles every bucket before the first request; "background" compiles the largest first,
+            then the smallest, on accelerators both together, and the others while serving, after 5 s or when 8 steps
+            have lacked one, so that a short run compiles nothing else; "minimal" compiles only those two. A request
+            uses the next larger bucket that is ready and never waits for a compilation. On accelerators, where
+            compilation is slow, buckets are few: 16, 64 and 256 tokens, then two per doubling.
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
         compilation_cache_dir: directory for cached executables; "auto" is jaxserve/compiled in the user's cache
             directory, None disables caching. Executables take at most 1 GiB, and each start trims XLA's own cache files

@@ -21,6 +21,7 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.batch import MAX_EOS_IDS
 from jaxserve.execution.roofline import Device
 from jaxserve.scheduling.executor_protocol import Executor
+from jaxserve.system.collection import collecting_later
 from jaxserve.text.loading import load_tokenizer
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Engine:
         output_limits: output limits on a server.
     """
 
+    @collecting_later()
     def __init__(
         self,
         config: EngineConfig,

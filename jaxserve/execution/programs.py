@@ -88,32 +88,33 @@ class Programs:
         A separate thread compiles: an interrupt of a compiling caller would leave XLA working for nobody, and exit
         would destroy its client.
         """
-        first, *later = compile_order(self._shapes, compile_ahead, self.lowering.schedule.max_num_seqs)
+        batches = compile_order(
+            self._shapes, compile_ahead, self.lowering.schedule.max_num_seqs, one_first=self._is_cpu
+        )
         ready = threading.Event()
         self._compiled.clear()
         atexit.register(self._stop)
-        threading.Thread(target=self._compile_ahead, args=(first, later, ready, after), daemon=True).start()
+        threading.Thread(target=self._compile_ahead, args=(batches, ready, after), daemon=True).start()
         while not ready.wait(_REPORT_S):
             done, total = self._progress
             logger.info("compile_ahead=%r: %d of %d steps are compiled, and requests wait", compile_ahead, done, total)
         if self._compile_error is not None:
             raise self._compile_error
 
-    def _compile_ahead(
-        self, first: Shapes, later: Sequence[Shapes], ready: threading.Event, after: "Programs | None"
-    ) -> None:
+    def _compile_ahead(self, batches: Sequence[Shapes], ready: threading.Event, after: "Programs | None") -> None:
         """Compile in the background: programs for the first request, then those that are stored, then all others.
 
         Args:
-            first: shapes to compile before `ready` is set.
-            later: further shapes, in batches. Those that are not stored are compiled once the run is no longer short.
+            batches: shapes in batches: for the first request, for the steps after it, and all others. The last are
+                compiled, if they are not stored, once the run is no longer short.
             ready: event that lets requests begin.
-            after: other programs that must be compiled before `later`; None to begin immediately.
+            after: other programs that must be compiled before the last batches; None to begin immediately.
         """
+        first, soon, *later = batches
         try:
-            self._compile_writers()
-            self._compile(first, num_threads=COMPILE_THREADS)
+            self._compile(first, num_threads=COMPILE_THREADS, with_writers=True)
             ready.set()
+            self._compile(soon)
             while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
                 pass
             were_stored = [self._compile(rest, stored_only=True) for rest in later]
@@ -133,10 +134,13 @@ class Programs:
             self._compiled.set()
             ready.set()
 
-    def _compile(self, wanted: Shapes, num_threads: int = 1, *, stored_only: bool = False) -> bool:
+    def _compile(
+        self, wanted: Shapes, num_threads: int = 1, *, stored_only: bool = False, with_writers: bool = False
+    ) -> bool:
         """Load or compile the missing programs of `wanted` shapes, in order, in `num_threads` threads.
 
-        With `stored_only`, only load stored programs. Returns whether there was a program for every shape.
+        With `stored_only`, only load stored programs; `with_writers`, make those that write to slot tables too. Returns
+        whether there was a program for every shape.
         """
         lowers = {shape: self.lowering.programs(shape) for shape in dict.fromkeys(wanted)}
         chosen = [shape for shape, parts in lowers.items() if not stored_only or all(map(self._steps.has, parts))]
@@ -148,13 +152,14 @@ class Programs:
                 self._fits = {}
             self._progress = next(num_done), len(chosen)
 
-        run_all([partial(compile_shape, shape) for shape in chosen], num_threads, self._closing)
+        def compile_writer(name: str, lower: Lower) -> None:
+            self.writers[name] = self._get(name, lower)
+
+        writers = self.lowering.writers().items() if with_writers else ()
+        jobs = [partial(compile_shape, shape) for shape in chosen]
+        run_all([*jobs, *(partial(compile_writer, *each) for each in writers)], num_threads, self._closing)
         logger.debug("compiled programs: %s", ", ".join(shape.name for shape in sorted(self.table)))
         return len(chosen) == len(lowers)
-
-    def _compile_writers(self) -> None:
-        """Load or compile the programs that write to slot tables."""
-        self.writers = {name: self._get(name, lower) for name, lower in self.lowering.writers().items()}
 
     def compile_page_movers(self) -> dict[str, Compiled]:
         """Return the compiled programs of `Lowering.page_movers`, by name."""
@@ -226,13 +231,15 @@ class Programs:
         self._compiled.wait()
 
 
-def compile_order(shapes: Shapes, compile_ahead: str, max_num_seqs: int) -> list[list[StepShape]]:
+def compile_order(shapes: Shapes, compile_ahead: str, max_num_seqs: int, *, one_first: bool) -> list[list[StepShape]]:
     """Return step shapes in batches, in compilation order; requests wait only for the first batch.
 
     Args:
         shapes: all shapes; batches may repeat some.
         compile_ahead: see `EngineConfig`.
         max_num_seqs: maximum rows per step; the program for that many is the first of the last batch.
+        one_first: True if the first batch may be the program that can run every step, in place of the smallest as well:
+            two programs take longer to compile than one, and the largest runs a small step fast enough until then.
     """
     plain = [shape for shape in shapes if not (shape.has_drafts or shape.samples_late)]
     drafting = [shape for shape in shapes if shape.has_drafts]
@@ -240,12 +247,13 @@ def compile_order(shapes: Shapes, compile_ahead: str, max_num_seqs: int) -> list
     ends = [by_size[min(by_size)], by_size[max(by_size)]]
     draft_ends = [*drafting[:1], *drafting[-1:]]
     if compile_ahead == "all":
-        return [[*shapes]]
+        return [[*shapes], []]
     if compile_ahead == "minimal":
-        return [[*ends, *[shape for shape in plain if shape.num_rounds > 1][-1:], *draft_ends]]
+        return [[*ends, *[shape for shape in plain if shape.num_rounds > 1][-1:], *draft_ends], []]
     full_batch = min(size for size in by_size if size >= max_num_seqs)  # needed first
     rest = sorted(by_size.values(), key=lambda shape: (shape.num_tokens != full_batch, shape))
-    return [ends, draft_ends, [*rest, *shapes]]
+    first, soon = (ends[1:], ends[:1]) if one_first else (ends, [])
+    return [first, soon, draft_ends, [*rest, *shapes]]
 
 
 def run_all(jobs: Iterable[Callable[[], None]], num_threads: int, stop: threading.Event) -> None:

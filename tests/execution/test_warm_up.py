@@ -130,6 +130,8 @@ def test_a_short_run_compiles_nothing_in_the_background(names: list[str]) -> Non
     """Nor does its exit wait: what was begun would have to be finished."""
     for _ in range(3):
         programs = begun("background", 4, 40)
+        while (1, 5) not in [shape[:2] for shape in programs.table]:
+            time.sleep(0.001)
         num_needed = len(names)
         assert [take(programs, 9) for _ in range(3)] == [40] * 3
         time.sleep(0.1)
