@@ -33,7 +33,8 @@ from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 
 SHAPES = ("4096x4096", "8192x256", "1376x256")
 TOKENS = (1, 8, 48, 256)
-DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
+ROUNDED = "+int8"  # suffix of weight dtypes for matmuls whose inputs are rounded to int8
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int4", f"int8{ROUNDED}", f"int4{ROUNDED}")
 GROUP_SIZE = 64
 STREAM_BYTES = 160 << 20  # weight bytes per program, larger than caches
 MAX_PRODUCTS = 64
@@ -100,10 +101,10 @@ def measured_apart(instruction_set: str, num_threads: int) -> list[str]:
 def print_row(row: dict[str, Any]) -> None:
     if "blas" in row:
         print(f"\n{row['isa']}, numpy's BLAS: {row['blas']}")
-        print("     shape tokens   weights       ms   GB/s  GFLOP/s /float32 /numpy")
+        print("     shape tokens       weights       ms   GB/s  GFLOP/s /float32 /numpy")
         return
     print(
-        f"{row['shape']:>10} {row['tokens']:>6} {row['dtype']:>9} {row['ms']:>8.3f} {row['gb_per_s']:>6.1f}"
+        f"{row['shape']:>10} {row['tokens']:>6} {row['dtype']:>13} {row['ms']:>8.3f} {row['gb_per_s']:>6.1f}"
         f" {row['gflop_per_s']:>8.1f} {row['bytes_over_float32']:>8.2f} {row['over_numpy']:>6.2f}",
         flush=True,
     )
@@ -127,10 +128,11 @@ def compare(
     out = np.empty((num_tokens, rows), np.float32)
     sides["numpy"] = (lambda: [np.matmul(x, w.T, out=out) for w in floats], len(floats), weight.nbytes)
     for dtype in dtypes:
-        first = packed(weight, dtype)
+        first = packed(weight, dtype.removesuffix(ROUNDED))
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
         copies = [jax.tree.map(lambda leaf: leaf.copy(), first) for _ in range(num_products(num_bytes, num_tokens))]
-        sides[dtype] = (partial(run_products, copies, x), len(copies), num_bytes)
+        input_format = "int8" if dtype.endswith(ROUNDED) else "float32"
+        sides[dtype] = (partial(run_products, copies, x, input_format), len(copies), num_bytes)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     with native.using(instruction_set):
         repeats = {name: num_repeats(run, clock) for name, (run, _, _) in sides.items()}
@@ -173,19 +175,22 @@ def packed(weight: np.ndarray, dtype: str) -> PackedMatrix:
         elements = np.rint(groups / scales[..., None]).astype(np.int8).reshape(weight.shape)
         elements = elements.astype(jnp.dtype(dtype))
         return packed_linear.pack(elements, scales)
+    if dtype == "float8_e4m3fn":
+        scales = np.abs(weight).max(axis=1, keepdims=True) / 448
+        return packed_linear.pack((weight / scales).astype(jnp.float8_e4m3fn), scales)
     return packed_linear.pack(jnp.asarray(weight, dtype))
 
 
-def run_products(matrices: list[PackedMatrix], x: np.ndarray) -> None:
-    products(matrices, x).block_until_ready()
+def run_products(matrices: list[PackedMatrix], x: np.ndarray, input_format: str) -> None:
+    products(matrices, x, input_format).block_until_ready()
 
 
-@jax.jit
-def products(matrices: list[PackedMatrix], x: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=2)
+def products(matrices: list[PackedMatrix], x: jax.Array, input_format: str) -> jax.Array:
     """Return the sum of all matmuls; each depends on the previous one, so that they run in sequence."""
     y = jnp.zeros((len(x), matrices[0].num_outputs), jnp.float32)
     for matrix in matrices:
-        y = packed_linear.multiply(matrix, x, residual=y)
+        y = packed_linear.multiply(matrix, x, residual=y, input_format=input_format)
     return y
 
 

@@ -1,7 +1,8 @@
 """Bits per byte for the embedded checkpoint and its draft on held-out modules, compared with xz, and how often both
 agree.
 
-    python scripts/eval_bpb.py [--limit BYTES] [--quantization int8] [--kv-cache-dtypes int8 float8_e4m3fn int4]
+    python scripts/eval_bpb.py [--limit BYTES] [--quantization int8 int4] [--activation-quantization int8]
+        [--kv-cache-dtypes int8 float8_e4m3fn int4]
 
 Every module is scored separately, after <|endoftext|>, in windows that overlap by half: each token is predicted from at
 least half a window of earlier text, or from all there is. xz -9e compresses all modules as one stream.
@@ -114,8 +115,15 @@ def main() -> None:
     parser.add_argument("--limit", type=int, metavar="BYTES", help="bytes to score; all by default")
     parser.add_argument("--window", type=int, default=1024, help="tokens the model sees at once")
     parser.add_argument(
-        "--quantization", choices=list(filter(None, WEIGHT_FORMATS)), help="score the model quantised as well"
+        "--quantization",
+        nargs="+",
+        choices=list(filter(None, WEIGHT_FORMATS)),
+        default=[],
+        metavar="NAME",
+        help="score the model quantised as well",
     )
+    text = "score the quantised models with rounded activations as well, by the native CPU kernels"
+    parser.add_argument("--activation-quantization", choices=["int8"], help=text)
     parser.add_argument(
         "--kv-cache-dtypes",
         nargs="+",
@@ -136,24 +144,22 @@ def main() -> None:
     print(json.dumps({"bytes": num_bytes, "tokens": num_tokens, "window_tokens": args.window, **versions}))
     print(json.dumps({"name": "xz -9e", "bits_per_byte": round(xz_bits_per_byte(documents), 4)}))
 
-    variants = [
-        (args.model, None),
-        (args.draft, None),
-        *([(args.model, args.quantization)] if args.quantization else []),
-    ]
+    activations = dict.fromkeys((None, args.activation_quantization))
+    quantised = [(args.model, name, inputs) for name in args.quantization for inputs in activations]
     scores = {}
-    for directory, quantization in variants:
-        params, arch = load_model(directory, quantization=quantization)
-        found = scores[directory, quantization] = score(params, arch, ids, args.window)
+    for directory, quantization, inputs in [(args.model, None, None), (args.draft, None, None), *quantised]:
+        params, arch = load_model(directory, quantization=quantization, activation_quantization=inputs)
+        found = scores[directory, quantization, inputs] = score(params, arch, ids, args.window)
         row = {
-            "name": ", ".join(filter(None, (directory.name, quantization))),
+            "name": ", ".join(filter(None, (directory.name, quantization, inputs and f"activations in {inputs}"))),
             "params": registry.num_params(arch),
             "weight_mb": round(step_bytes(params) / 1e6, 2),
             "bits_per_byte": round(bits_per_byte(found, documents), 4),
+            "above_percent": above_percent(found, scores[args.model, None, None]),
         }
         print(json.dumps(row), flush=True)
     params, arch = load_model(args.model)
-    exact, last = scores[args.model, None], args.window - args.window // 8
+    exact, last = scores[args.model, None, None], args.window - args.window // 8
     for kv_dtype in args.kv_cache_dtypes:
         stored = score(params, arch, ids, args.window, kv_dtype)
         row = {
@@ -163,7 +169,7 @@ def main() -> None:
             f"above_percent_from_token_{last}": above_percent(stored, exact, last),
         }
         print(json.dumps(row), flush=True)
-    agreement = (scores[args.model, None].greedy_ids == scores[args.draft, None].greedy_ids).mean()
+    agreement = (scores[args.model, None, None].greedy_ids == scores[args.draft, None, None].greedy_ids).mean()
     print(json.dumps({"greedy_agreement": round(float(agreement), 4)}))
 
 

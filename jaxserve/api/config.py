@@ -78,6 +78,10 @@ class EngineConfig:
             elements, 0.27 and 0.14 times the float32 memory; "fp8" rounds matrices to e4m3 with a scale per row, and
             their inputs with a scale per token. None keeps `dtype`, or a quantised checkpoint's own scheme; so does the
             checkpoint's own `quant_method`, such as "awq" or "fp8".
+        activation_quantization: "int8" rounds the inputs of matmuls with integer or fp4 weights to 8 bits, with a scale
+            per token and weight group, or per token if a matrix row has one scale. It needs a CPU and its native
+            kernels, whose integer arithmetic makes prefill faster. A checkpoint that specifies its activations keeps
+            its own scheme; so do the other matrices, which stay as they are. None rounds nothing else.
         kv_cache_dtype: dtype of keys and values in the pool; "auto" is the activations'. "int8" and "fp8" (e4m3) add a
             bfloat16 scale per token and head; "int4" takes 36 bytes per 64 elements.
         tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide
@@ -179,6 +183,7 @@ class EngineConfig:
     pooler_config: str | Mapping[str, Any] | None = None
     dtype: str = "auto"
     quantization: str | None = None
+    activation_quantization: str | None = None
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
@@ -399,6 +404,7 @@ _SCHEMA = Schema(
         "dtype": one_of(("auto", *DTYPES), _DTYPE_ALIASES),
         "kv_cache_dtype": one_of(("auto", *KV_DTYPES), _KV_DTYPE_ALIASES),
         "quantization": quantization_type(),
+        "activation_quantization": one_of((None, "int8")),
         "long_prefill_token_threshold": integer(0).optional(int),  # None is 0, as in vLLM
         "max_logprobs": integer(-1, words="an integer of 0 or more, or -1 for the whole vocabulary"),
         "scheduling_policy": one_of(("fcfs", "priority")),

@@ -39,7 +39,31 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
         logger.warning('the float32 checkpoint is served in %s; pass dtype="float32" to keep its precision', dtype)
     if arch.schemes is not None:
         logger.info(_description(config, arch, arch.schemes))
+    _check_activations(config, arch)
     return _make_params(config, arch, partial(weights.load, config.model_path, use_tqdm=True))
+
+
+def _check_activations(config: EngineConfig, arch: ArchConfig) -> None:
+    """Raise ConfigError if `activation_quantization` is requested and rounds no matmul's inputs."""
+    if config.activation_quantization is None:
+        return
+    requested = f"activation_quantization={config.activation_quantization!r}"
+    form = _format(config, arch)
+    if (reason := not_packed(config, form, matrix_dtype(config, arch))) is not None:
+        raise ConfigError(f"{requested} needs the native CPU kernels, but {reason}; drop it")
+    formats = [each for spec in registry.param_specs(arch) if (each := form.at(spec)) is not None]
+    rounded = [each for each in formats if each.rounds_inputs]
+    if not rounded:
+        raise ConfigError(
+            f'{requested} needs integer weights, got {storage_name(config, arch)}; pass quantization="int8" or "int4" '
+            "too, or drop it"
+        )
+    logger.info("the inputs of %d matrices are rounded to %s", len(rounded), config.activation_quantization)
+
+
+def _format(config: EngineConfig, arch: ArchConfig) -> FormatChoice:
+    """Return the weight format that the options and the checkpoint specify."""
+    return weight_format(config.quantization, arch.schemes, config.activation_quantization)
 
 
 def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Schemes) -> str:
@@ -157,7 +181,7 @@ def _make_params(
         ConfigError: the checkpoint does not fit the model.
     """
     specs, dtype = registry.param_specs(arch) if specs is None else specs, compute_dtype(config, arch)
-    form, matrices = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
+    form, matrices = _format(config, arch), matrix_dtype(config, arch)
     if (reason := not_packed(config, form, matrices)) is not None:
         logger.info("the native kernels do not multiply matrices: %s", reason)
     transform = matrix_transform(specs, form, native=reason is None, matrix_dtype=matrices)

@@ -23,11 +23,17 @@ from jaxserve.weights import load, read_config
 _QUERY_BLOCK = 128  # a block of queries skips later keys: half of the causal square is never computed
 
 
-def load_model(directory: Path, *, quantization: str | None = None) -> tuple[Params, ArchConfig]:
-    """Return float32 or quantised parameters, and the sizes, of a Hugging Face directory."""
+def load_model(
+    directory: Path, *, quantization: str | None = None, activation_quantization: str | None = None
+) -> tuple[Params, ArchConfig]:
+    """Return float32 or quantised parameters, and the sizes, of a Hugging Face directory.
+
+    With quantised activations the native CPU kernels multiply.
+    """
     arch = from_hf_config(read_config(directory))
-    specs = param_specs(arch)
-    return load(directory, specs, jnp.float32, transform=matrix_transform(specs, weight_format(quantization))), arch
+    specs, form = param_specs(arch), weight_format(quantization, None, activation_quantization)
+    transform = matrix_transform(specs, form, native=activation_quantization is not None)
+    return load(directory, specs, jnp.float32, transform=transform), arch
 
 
 def logits(params: Params, arch: ArchConfig, tokens: Array, kv_dtype: str | None = None) -> Array:

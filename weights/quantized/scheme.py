@@ -7,7 +7,7 @@ also represent a group with equal values.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jaxserve.weights.rows import TEXT_PART
@@ -103,6 +103,12 @@ class Scheme:
         """Return the names of a module's tensors by role."""
         return {role: module + (suffix if suffix.startswith("_") else f".{suffix}") for role, suffix in self.tensors}
 
+    def rounding_inputs(self) -> "Scheme":
+        """Return the scheme with inputs rounded to int8, unless the checkpoint specifies them or weights are e4m3."""
+        if self.activation is not None or self.elements == "e4m3":
+            return self
+        return replace(self, activation=Activation("int8", self.group, dynamic=True))
+
     @property
     def is_packed(self) -> bool:
         """True if devices hold two elements per byte."""
@@ -164,6 +170,11 @@ class Schemes:
         if last == "weight":
             return self.for_module(module)
         return self._first(self._stored(name))
+
+    def rounding_inputs(self) -> "Schemes":
+        """Return the schemes with `Scheme.rounding_inputs` for every module."""
+        rules = (replace(rule, scheme=rule.scheme and rule.scheme.rounding_inputs()) for rule in self.rules)
+        return replace(self, rules=tuple(rules))
 
     def _stored(self, name: str) -> list[str]:
         """Return the names that a text model's module may have in the checkpoint, which may be multimodal."""

@@ -12,15 +12,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Int8
 from numpy.typing import NDArray
 
-from jaxserve.layers.weight_formats.int8 import PAIRS, BlockMatrix, num_blocks, quantize
-from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
+from jaxserve.layers.weight_formats.int8 import PAIRS, IntegerBlocks, num_blocks, quantize
+from jaxserve.layers.weight_formats.weight_format import Leaf, Row
 from jaxserve.pallas_kernels.elements import INT4_ZERO, packed
 
 _INT4_MAX = 7  # symmetric: -8 is not used
 
 
-class Int4Blocks(WeightFormat):
-    """Weight format that stores every matrix as a `BlockMatrix`."""
+class Int4Blocks(IntegerBlocks):
+    """Weight format that stores every matrix in int4 blocks."""
 
     name = "int4"
 
@@ -49,10 +49,6 @@ class Int4Blocks(WeightFormat):
         """Quantise rows; return the elements, two per byte if `leaves` has them so, and the scales."""
         q, scale = self.elements(rows, leaves)
         return (paired(q) if leaves[0].dtype == PAIRS else q), scale
-
-    def weight(self, *leaves: Any) -> BlockMatrix:
-        """Return the matrix for elements and scales."""
-        return BlockMatrix(*leaves)
 
 
 FORMAT = Int4Blocks()

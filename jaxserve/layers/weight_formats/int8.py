@@ -15,10 +15,12 @@ from jaxtyping import Array, Float, Float32, Int8, Shaped
 from numpy.typing import NDArray
 
 from jaxserve.layers.stored_rows import StoredRows
+from jaxserve.layers.weight_formats.matrix_inputs import MatrixInputs
 from jaxserve.layers.weight_formats.scaled_matrix import ScaledMatrix
 from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
 from jaxserve.pallas_kernels.elements import INT4_ZERO, unpacked
 from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack
+from jaxserve.weights import Activation
 
 _INT8_MAX = 127  # symmetric: -128 is not used
 _BLOCK_SIZE = 64
@@ -68,8 +70,28 @@ class BlockMatrix(ScaledMatrix):
         return q.astype(jnp.float32) * jnp.repeat(scale, q.shape[-1] // scale.shape[-1], axis=-1)
 
 
-class Int8Blocks(WeightFormat):
+class IntegerBlocks(WeightFormat):
     """`BlockMatrix` for every matrix."""
+
+    def __init__(self, *, rounds_inputs: bool = False) -> None:
+        """Store whether the inputs of packed matrices are rounded to int8, with a scale per token and block."""
+        self.rounds_inputs = rounds_inputs
+
+    def inputs(self, group_size: int, *arrays: Any) -> MatrixInputs:
+        """Return the rounding of inputs, block by block."""
+        return MatrixInputs(activation=Activation("int8", group_size, dynamic=True) if self.rounds_inputs else None)
+
+    def rounding_inputs(self) -> "IntegerBlocks":
+        """Return the format with rounded inputs."""
+        return type(self)(rounds_inputs=True)
+
+    def weight(self, *leaves: Any) -> BlockMatrix:
+        """Return the matrix for elements and scales."""
+        return BlockMatrix(*leaves)
+
+
+class Int8Blocks(IntegerBlocks):
+    """Weight format that stores every matrix in int8 blocks."""
 
     name = "int8"
 
@@ -87,10 +109,6 @@ class Int8Blocks(WeightFormat):
         """Quantise in as many blocks as there are scales."""
         q, scale = leaves
         return quantize(rows, q.shape[1] // scale.shape[0])
-
-    def weight(self, *leaves: Any) -> BlockMatrix:
-        """Return the matrix for elements and scales."""
-        return BlockMatrix(*leaves)
 
 
 FORMAT = Int8Blocks()

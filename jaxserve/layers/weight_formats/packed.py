@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import no_type_check
 
 import jax
@@ -163,17 +162,19 @@ def abstract(form: WeightFormat, row: Row, shape: tuple[int, ...], dtype: np.dty
     matrix = packed_linear.abstract(
         N, K, native, num_groups, num_matrices=num_matrices, gated=gated, has_zeros=has_zeros
     )
-    return NativeMatrix(matrix, form.inputs(*(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in inputs)))
+    shapes = (jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in inputs)
+    return NativeMatrix(matrix, form.inputs(K // max(1, num_groups), *shapes))
 
 
 def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:
     """Read a device's shard into panels for native kernels; see `WeightFormat.each_slab`."""
     dtype = form.native_dtype(tensor.dtype)
     assert dtype is not None, "see `unsupported`"
-    packer = Packer(abstract(form, row, tensor.shape, tensor.dtype).packed)
+    shapes = abstract(form, row, tensor.shape, tensor.dtype)
+    packer = Packer(shapes.packed)
     form.each_slab(row, tensor, form.leaves(row, tensor.shape, tensor.dtype), packer.write)
-    inputs = jax.tree.map(partial(jax.device_put, device=tensor.sharding), form.read_inputs(row, tensor))
-    return NativeMatrix(packer.matrix(tensor.sharding), inputs)
+    arrays = [jax.device_put(array, tensor.sharding) for array in jax.tree.leaves(form.read_inputs(row, tensor))]
+    return NativeMatrix(packer.matrix(tensor.sharding), jax.tree.unflatten(jax.tree.structure(shapes.inputs), arrays))
 
 
 def leaf_axes(form: WeightFormat, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> list[tuple[str | None, ...]]:

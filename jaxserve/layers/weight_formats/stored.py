@@ -69,6 +69,10 @@ class StoredFormat:
         """Return the dtype for plain matrices; quantised ones have their own, see `SchemeFormat`."""
         return dtype
 
+    def rounding_inputs(self) -> "StoredFormat":
+        """Return the format choice with inputs rounded to int8 unless a scheme specifies them."""
+        return StoredFormat(self.schemes.rounding_inputs())
+
 
 class _Grids(NamedTuple):
     """Scales, zero points and minima, [rows, groups]."""
@@ -83,6 +87,7 @@ class SchemeFormat(WeightFormat):
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme, self.name = scheme, scheme.name
+        self.rounds_inputs = scheme.activation is not None and scheme.activation.elements == "int8"
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
         """Return the element dtype that native kernels read, or None if they do not support the scheme.
@@ -131,10 +136,14 @@ class SchemeFormat(WeightFormat):
             "input_scale": Leaf((), float32, ()),
             "input_zero": Leaf((), float32, ()),
         }
-        assert tuple(optional) == _INPUTS, "`inputs` takes the arrays in this order"
+        assert tuple(optional) == _INPUTS, "`_inputs` takes the arrays in this order"
         return tuple(leaf for role, leaf in optional.items() if self.scheme.has(role))
 
-    def inputs(self, *arrays: Any) -> MatrixInputs:
+    def inputs(self, group_size: int, *arrays: Any) -> MatrixInputs:
+        """Return column order, factors and quantisation as the scheme has them, whatever the group size."""
+        return self._inputs(*arrays)
+
+    def _inputs(self, *arrays: Any) -> MatrixInputs:
         """Return column order, factors and quantisation for the arrays in `input_leaves`, or for their shapes."""
         optional = iter(arrays)
         arrays_or_none = (next(optional) if self.scheme.has(role) else None for role in _INPUTS)
@@ -143,7 +152,7 @@ class SchemeFormat(WeightFormat):
 
     def read_inputs(self, row: Row, tensor: StoredTensor) -> MatrixInputs:
         """Read column order, factors and activation scales, in host memory."""
-        inputs = self.inputs(*(np.zeros(leaf.shape, leaf.dtype) for leaf in self.input_leaves(row, tensor.shape)))
+        inputs = self._inputs(*(np.zeros(leaf.shape, leaf.dtype) for leaf in self.input_leaves(row, tensor.shape)))
         if not jax.tree.leaves(inputs):
             return inputs
         parts = self._parts(row, tensor)
@@ -167,7 +176,7 @@ class SchemeFormat(WeightFormat):
         elements, scale, *rest = leaves
         optional = iter(rest)
         grids = [next(optional) if self.scheme.has(role) else None for role in _GRIDS]
-        fields: list[Any] = [elements, scale, *grids, self.inputs(*optional), self.scheme]
+        fields: list[Any] = [elements, scale, *grids, self._inputs(*optional), self.scheme]
         return StoredMatrix(*fields)
 
     def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:

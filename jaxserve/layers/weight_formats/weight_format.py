@@ -81,6 +81,9 @@ class FormatChoice(Protocol):
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
         """Return the element dtype for native CPU kernels; see `WeightFormat.native_dtype`."""
 
+    def rounding_inputs(self) -> "FormatChoice":
+        """Return the same formats with inputs rounded to int8, for weights in integers."""
+
 
 class WeightFormat(ABC):
     """Storage format on devices: the arrays, their computation from a tensor, and the pytree that multiplies.
@@ -89,9 +92,11 @@ class WeightFormat(ABC):
 
     Attributes:
         name: name in messages and in `quantization`.
+        rounds_inputs: True if matmuls round their inputs to int8.
     """
 
     name: str
+    rounds_inputs: bool = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -125,13 +130,22 @@ class WeightFormat(ABC):
         """Return the last of `leaves`: those that describe a matmul's inputs; none by default."""
         return ()
 
-    def inputs(self, *arrays: Any) -> MatrixInputs:
-        """Return the treatment of a matmul's inputs, given the arrays in `input_leaves` or their shapes."""
+    def inputs(self, group_size: int, *arrays: Any) -> MatrixInputs:
+        """Return the treatment of a packed matrix's inputs.
+
+        Args:
+            group_size: number of consecutive columns that share a scale.
+            arrays: arrays in `input_leaves`, or their shapes.
+        """
         return PLAIN_INPUTS
 
     def read_inputs(self, row: Row, tensor: StoredTensor) -> MatrixInputs:
         """Read the arrays in `input_leaves` for a device's shard, in host memory."""
         return PLAIN_INPUTS
+
+    def rounding_inputs(self) -> "WeightFormat":
+        """Return the format with inputs rounded to int8; by default unchanged, for weights in floats."""
+        return self
 
     @abstractmethod
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
