@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxserve.layers.norm import NormFunction
 from jaxserve.layers.rope import Rotation
-from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, next_index
 
 if TYPE_CHECKING:
     from jaxserve.layers.state_forms import StateForm
@@ -177,6 +177,13 @@ class TokenContext:
         """Return x for the rows' last tokens; arbitrary rows after them."""
         assert self.last is not None, "the step needs only the rows' last tokens"
         return x.at[self.last].get(mode="clip")
+
+    def spread_last(self, x: Float[Array, "R D"], num_tokens: int) -> Float[Array, "T D"]:
+        """Return x, of the rows' last tokens, for all of `num_tokens` tokens: zeros for those that are not the last."""
+        assert self.last is not None, "the step needs only the rows' last tokens"
+        index = next_index(self.last, num_tokens)
+        is_last = self.last.at[index].get(mode="clip") == jnp.arange(num_tokens)
+        return jnp.where(is_last[:, None], x.at[index].get(mode="clip"), 0)
 
     def for_last(self) -> TokenContext:
         """Return the context for layers that compute only the rows' last tokens."""

@@ -51,7 +51,7 @@ class LastLayers:
         """Return hidden states, which are zero except for `tokens.last`, unless `needs_all`; None is False."""
         inputs = None if self.inputs is None else jax.vmap(tokens.take_last)(self.inputs)
         last, after = self._run(x, tokens, inputs, last_only=True)
-        hidden = jnp.zeros_like(x).at[tokens.last].set(last, mode="drop")
+        hidden = tokens.spread_last(last, x.shape[0])
         attention = tokens.narrowing.with_pools(after.narrowing)
         tokens = dataclasses.replace(tokens, attention=attention)
         return (hidden, tokens) if needs_all is None else self._compute_all(x, hidden, tokens, needs_all)

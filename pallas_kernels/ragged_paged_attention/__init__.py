@@ -47,7 +47,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.pools import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED, Pages, QuantizedPages
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
-from jaxserve.pallas_kernels.ragged_paged_attention.rows import PagesToRead, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import PagesToRead, RaggedRows, next_index
 
 __all__ = [
     "BACKENDS",
@@ -73,6 +73,7 @@ __all__ = [
     "mla_attention",
     "move_tokens",
     "new_pages",
+    "next_index",
     "ragged_paged_attention",
     "select_backend",
     "split_pages",

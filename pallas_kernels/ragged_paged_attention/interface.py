@@ -14,7 +14,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Heads, KVKind, 
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
-from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows, next_index
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class AttentionInputs(NamedTuple):
         return self._replace(q=apply_rope(self.q, q_rope), k=apply_rope(self.k, rope), rope=None)
 
     def with_all_queries(self) -> AttentionInputs:
-        """Return the inputs with the last tokens' queries at their indices, and zeros for the others."""
-        q = jnp.zeros((self.k.shape[0], *self.q.shape[1:]), self.q.dtype)
-        return self._replace(q=q.at[self.rows.last_tokens()[1]].set(self.q, mode="drop"))
+        """Return the inputs with the last tokens' queries at their indices, and any of them for the other tokens."""
+        index = next_index(self.rows.last_tokens()[1], self.k.shape[0])
+        return self._replace(q=self.q.at[index].get(mode="clip"))
 
     def last_outputs(self, out: Float[Array, "T Q V"]) -> Float[Array, "R Q V"]:
         """Return the outputs of the rows' last tokens."""
