@@ -9,6 +9,7 @@ import numpy as np
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.scheduling.executor_protocol import StepResult
 from jaxserve.scheduling.kv_cache.groups import RELEASED
+from jaxserve.scheduling.kv_cache.sparsity import Window
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
@@ -29,11 +30,12 @@ def make_scheduler(
     windows=(None,),
     num_spare_tokens=0,
     num_snapshots=None,
+    eviction=None,
     tiers=(),
     **policy_numbers,
 ):
     sizes = (max_num_seqs, max_num_batched_tokens, max_model_len, page_size, num_pages)
-    groups = {"windows": windows, "num_snapshots": num_snapshots}
+    groups = {"windows": windows, "num_snapshots": num_snapshots, "eviction": eviction}
     schedule = ScheduleConfig(*sizes, num_spare_drafts=num_spare_tokens, **groups)
     return Scheduler(schedule, dataclasses.replace(schedule.policy, **policy_numbers), tiers)
 
@@ -98,12 +100,14 @@ class Device:
         self.num_spare_tokens = num_spare_tokens
         self.kv = {}
         self.states = {}  # slot, or minus an entry of a snapshot and one -> what the state depends on
+        self.tables = {}  # slot -> salt and pages, as of its last row
         self.history = {}  # slot -> position -> token
         self.lengths = {}
         self.stopped = set()
 
     def run(self, plan):
         """The sampled ids of each row."""
+        self._compact(plan)
         self._copy(plan.copies)
         rows = rows_of(plan)
         for row in rows:
@@ -111,6 +115,7 @@ class Device:
                 self.stopped.discard(row.slot)
                 self.lengths[row.slot] = row.start
                 self.history[row.slot] = dict(enumerate(row.request.tokens(0, row.request.num_known_tokens)))
+            self.tables[row.slot] = row.request.salt, list(row.request.pages)
         sampled = [[] for _ in rows]
         if plan.num_drafts:
             for _ in range(plan.num_steps):
@@ -158,6 +163,17 @@ class Device:
                 assert 0 < num_tokens <= row.num_tokens
                 self.states[entry] = row.request.salt, tuple(tokens[: row.start + num_tokens])
 
+    def _compact(self, plan):
+        """Copy prompt tokens to pages after checking that all of the prompt is in the former ones."""
+        for slot, prompt, pages in plan.compactions:
+            salt, former = self.tables[slot]
+            for position, token in enumerate(prompt):
+                column, offset = divmod(position, self.groups.page_size)
+                content = 0, salt, tuple(prompt[: position + 1]), None
+                assert self.kv[former[column], offset] == content, token
+            for page in pages:
+                self.kv |= {(page, offset): ("compacted", tuple(prompt)) for offset in range(self.groups.page_size)}
+
     def _copy(self, copies):
         """Copy pages, all of which are read before any is written."""
         offsets = range(self.groups.page_size)
@@ -168,6 +184,7 @@ class Device:
         """A round with drafts, of which some are accepted; the others leave their content behind."""
         num_drafts = max(min(num_drafts, planned.max_new - len(ids) - 1), 0)
         first = self.lengths[planned.slot]
+        num_drafts = min(num_drafts, self.groups.row_end(first, planned.request.num_prompt_tokens) - first - 1)
         num_accepted = zlib.crc32(repr(self.history[planned.slot]).encode()) % (num_drafts + 1)
         for index in range(num_accepted + 1):
             if planned.slot in self.stopped or len(ids) >= planned.max_new:
@@ -180,7 +197,8 @@ class Device:
             self._stop(row.request, row.slot, token)
             if index == 0:
                 num_nodes = num_drafts + self.num_spare_tokens if num_drafts else 0
-                for position in range(first + 1, min(first + 1 + num_nodes, row.request.max_total_tokens - 1)):
+                end = min(row.request.max_total_tokens - 1, self.groups.row_end(first, row.request.num_prompt_tokens))
+                for position in range(first + 1, min(first + 1 + num_nodes, end)):
                     for group in range(self.groups.size):
                         self.kv[self._entry(row, position, group)] = "drafted"
 
@@ -213,15 +231,33 @@ class Device:
                     entry = self._entry(row, position, group)
                     assert entry not in written, f"{entry} is written twice in one step"
                     written.add(entry)
-                    self.kv[entry] = (group, row.request.salt, tuple(tokens[: position + 1]))
+                    self.kv[entry] = self._content(row, tokens, group, position)
+
+    def _content(self, row, tokens, group, position):
+        """What keys and values depend on: with a budget, those of output tokens also on where the prompt ends."""
+        num_prompt, sparsity = row.request.num_prompt_tokens, self.groups.sparsity
+        if position < num_prompt <= row.start and sparsity is not None and sparsity.num_copied(num_prompt):
+            return "compacted", tuple(tokens[:num_prompt])
+        has_budget = self.groups.sparsity is not None and position >= num_prompt
+        return group, row.request.salt, tuple(tokens[: position + 1]), num_prompt if has_budget else None
 
     def _check_content(self, row, tokens):
-        """Every token sees all before it, in groups with a window those that it reaches."""
+        """Every token sees all before it, in groups with a window those that it reaches, others within the budget."""
+        num_prompt, sparsity, seen = row.request.num_prompt_tokens, self.groups.sparsity, range(len(tokens))
+        retained = seen
+        if sparsity is not None:
+            assert len(tokens) <= self.groups.row_end(row.start, num_prompt), "a row's tokens see different pages"
+            if row.start >= num_prompt:
+                sinks, hidden = sparsity.num_sink_pages, sparsity.num_hidden(row.start, num_prompt)
+                hidden = range(sinks * sparsity.page_size, (sinks + hidden) * sparsity.page_size)
+                retained = [position for position in seen if position not in hidden]
+                is_window = isinstance(sparsity, Window)
+                counted = retained if is_window else [position for position in retained if position < num_prompt]
+                assert len(counted) <= sparsity.budget
         for group, window in enumerate(self.groups.windows):
-            first = 0 if window is None else max(row.start - window + 1, 0)
-            for position in range(first, len(tokens)):
+            for position in retained if window is None else seen[max(row.start - window + 1, 0) :]:
                 content = self.kv.get(self._entry(row, position, group))
-                expected = (group, row.request.salt, tuple(tokens[: position + 1]))
+                expected = self._content(row, tokens, group, position)
                 assert content == expected, f"{row.request.request_id} finds {content} at position {position}"
 
     def _sample(self, row, tokens):

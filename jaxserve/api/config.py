@@ -14,6 +14,7 @@ from jaxserve.api.option_values import read_object, read_targets, read_tenant_we
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.api.schema import PATH, SWITCH, FieldType, Schema, integer, number, one_of, unknown_names_message
+from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig, check_sparsity, read_budget
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.errors import ConfigError
 from jaxserve.system.environment import user_cache_dir
@@ -138,6 +139,12 @@ class EngineConfig:
             crash or in a later engine with the same weights and page layout. It holds keys and values of users'
             prompts, readable only by this user. None keeps no pages on disk.
         kv_offloading_disk_size: maximum size of each file in GiB; the least recently used pages are evicted.
+        kv_eviction: budget for each sequence's keys and values: an EvictionConfig, or its fields as a dict or as JSON,
+            such as {"method": "streaming_llm", "budget": 1024}; None keeps all. Outputs are then approximate once a
+            sequence is longer than the budget; a prompt must fit the pool as a whole.
+        sparse_attention: budget for the keys and values that each output token sees: a SparseAttentionConfig, or its
+            fields as a dict or as JSON, such as {"method": "quest", "budget": 1024}; None for all. The pool holds all
+            of them, and bounds of each page's keys. Outputs are then approximate for longer sequences.
         seed: seed for random weights, and for requests without a seed; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
         linear_backend: "auto", or "xla" to make XLA compute all matmuls with weights, instead of the Pallas kernels for
@@ -207,6 +214,8 @@ class EngineConfig:
     kv_offloading_size: float | None = None
     kv_offloading_path: str | None = None
     kv_offloading_disk_size: float = 8.0
+    kv_eviction: str | Mapping[str, Any] | EvictionConfig | None = None
+    sparse_attention: str | Mapping[str, Any] | SparseAttentionConfig | None = None
     seed: int = 0
     attention_backend: str = "auto"
     linear_backend: str = "auto"
@@ -233,8 +242,11 @@ class EngineConfig:
         read_tenant_weights(self.tenant_weights)
         read_targets(self.target_ttft_ms, self.target_itl_ms)
         vars(self)["speculative_config"] = SpeculationConfig.from_value(self.speculative_config)
+        vars(self)["kv_eviction"] = read_budget(EvictionConfig, self.kv_eviction)
+        vars(self)["sparse_attention"] = read_budget(SparseAttentionConfig, self.sparse_attention)
         _check_combinations(self)
         _check_tiers(self)
+        check_sparsity(self)
         _check_devices(self)
 
     @property
@@ -286,6 +298,21 @@ class EngineConfig:
     def speculation(self) -> SpeculationConfig | None:
         """Speculative decoding options; None without it."""
         return SpeculationConfig.from_value(self.speculative_config)
+
+    @property
+    def eviction(self) -> EvictionConfig | None:
+        """Budget for keys and values; None to keep all."""
+        return read_budget(EvictionConfig, self.kv_eviction)
+
+    @property
+    def sparsity(self) -> SparseAttentionConfig | None:
+        """Budget for the pages that output tokens choose; None if they see all."""
+        return read_budget(SparseAttentionConfig, self.sparse_attention)
+
+    @property
+    def page_budget(self) -> int | None:
+        """Maximum tokens in the pages that an output token chooses; None if it sees all."""
+        return None if self.sparsity is None else self.sparsity.budget
 
     @property
     def model_path(self) -> Path:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.api.sparsity_config import COMPACTING
 from jaxserve.assembly.load_proposer import build_proposer, load_draft
 from jaxserve.assembly.memory import (
     build_schedule,
@@ -52,6 +53,18 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
             f"speculative_config needs a model with attention in all layers, as a recurrent state cannot "
             f"undo rejected drafts, got {arch.architecture}; drop it"
         )
+    if config.eviction is not None and (arch.pooler is not None or None not in arch.kv_layout.windows):
+        raise ConfigError(
+            f"kv_eviction needs a model that generates, with full attention in some layers, got {arch.architecture}; "
+            "drop it"
+        )
+    if config.eviction is not None and config.eviction.method in COMPACTING and not arch.has_alike_heads:
+        raise ConfigError(
+            f"kv_eviction with the method {config.eviction.method!r} needs a model with full attention and the same KV "
+            f"heads in all layers, got {arch.architecture}; take 'streaming_llm'"
+        )
+    if config.sparsity is not None and arch.pooler is not None:
+        raise ConfigError(f"sparse_attention needs a model that generates, got {arch.architecture}; drop it")
     if config.count_expert_tokens and arch.experts is None:
         raise ConfigError(
             f"count_expert_tokens must be False, as {arch.architecture} has no experts, got True; drop it"

@@ -41,6 +41,7 @@ def build_arch(config: EngineConfig) -> ArchConfig:
         warn_of_idle(fields, raw, read)
     arch = read(overridden(raw, fields))
     arch = arch.within(config.max_model_len or arch.max_position)
+    arch = arch.with_page_budget(config.page_budget, config.max_model_len or arch.max_position)
     arch = arch.divided(config.tensor_parallel_size, config.expert_parallel_size, config.num_data_shards)
     # generation_config.json adds the ids that end a chat turn.
     return dataclasses.replace(arch, eos_ids=arch.eos_ids | token_id_set(_read_generation(config).get("eos_token_id")))

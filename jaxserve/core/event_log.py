@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, get_args
 
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig, read_budget
 from jaxserve.core.events import Added, Finished, ReplicaEvent, Scheduled, replay
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.request import LOGGED_FIELDS, FinishReason, Request
@@ -81,6 +82,8 @@ def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
     sizes = json.loads(lines[0])
     for name in ("windows", "tenant_weights", "targets"):
         sizes[name] = tuple(tuple(each) if isinstance(each, list) else each for each in sizes[name])
+    sizes["eviction"] = read_budget(EvictionConfig, sizes.get("eviction"))
+    sizes["sparse_attention"] = read_budget(SparseAttentionConfig, sizes.get("sparse_attention"))
     schedule = ScheduleConfig(**sizes)
     return schedule, (event_from_json(json.loads(line)) for line in lines[1:] if line.endswith("\n"))
 

@@ -126,7 +126,8 @@ class StepStatsWriter:
         else:
             work = _speculative_work(plan, rounds, page_size)
             num_axis_tokens *= self._executor.schedule.max_nodes + 1
-        attention = attention_cost(work.start, work.num_tokens, [layer.window for layer in arch.attention_layers])
+        windows, sparsity = [layer.window for layer in arch.attention_layers], self._executor.schedule.sparsity
+        attention = attention_cost(work.start, work.num_tokens, windows, sparsity)
         num_rows, num_steps = self._executor.schedule.num_rows(bucket), work.num_steps
         num_tokens, num_shares = int(work.num_tokens.sum()), len(arch.attention_layers) * arch.num_data_shards
         return StepStats(

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Int, UInt
 
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from jaxserve.execution.sampling import RECORD_WORDS, mask_size
+from jaxserve.scheduling.kv_cache.sparsity import Compaction
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ MASK_ROWS = 16  # masks per blob
 PAGES = "pages"  # name of the field with page table entries
 
 _INT = np.dtype(np.int32)
+_ADMITTED_COLUMNS = ("start", "num_prompt", "end_position", "position_offset", "cache_offset")
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,7 @@ class Admission:
     Attributes:
         slot: slot per request.
         start: number of tokens found in the prefix cache.
+        num_prompt: number of prompt tokens.
         end_position: position at which its sequence ends.
         position_offset: a token's position minus the number of tokens before it.
         cache_offset: number of cached tokens minus number of tokens, at most 0; 0 in models with windows, which count
@@ -265,6 +268,7 @@ class Admission:
 
     slot: Int[Array, " A"]
     start: Int[Array, " A"]
+    num_prompt: Int[Array, " A"]
     end_position: Int[Array, " A"]
     position_offset: Int[Array, " A"]
     cache_offset: Int[Array, " A"]
@@ -280,12 +284,45 @@ def admission_layout(config: ScheduleConfig) -> BlobLayout:
     return BlobLayout(
         (
             ("slot", (num_rows,), config.max_num_seqs),
-            *((name, (num_rows,), 0) for name in ("start", "end_position", "position_offset", "cache_offset")),
+            *((name, (num_rows,), 0) for name in _ADMITTED_COLUMNS),
             ("records", (num_rows, RECORD_WORDS), 0),
             ("stop_ids", (num_rows, ADMITTED_STOP_IDS), -1),
             _page_field(min(max_pages, ADMISSION_PAGES)),
         )
     )
+
+
+@dataclass(frozen=True)
+class CompactionLayout:
+    """Layout of the blob that describes a row whose prompt is compacted.
+
+    Attributes:
+        sparsity: rule that determines the kept tokens.
+        max_model_len: maximum sequence length.
+    """
+
+    sparsity: Compaction
+    max_model_len: int
+
+    @staticmethod
+    def from_config(config: ScheduleConfig) -> CompactionLayout | None:
+        """Return the layout for an engine's prompts; None if they are not compacted."""
+        sparsity = config.sparsity
+        return CompactionLayout(sparsity, config.max_model_len) if isinstance(sparsity, Compaction) else None
+
+    def first_observed(self, num_prompt: int) -> int:
+        """Return the first of the `num_prompt` prompt tokens whose attention is observed."""
+        return 0 if self.sparsity.observes_all else num_prompt - self.sparsity.block
+
+    @cached_property
+    def blob(self) -> BlobLayout:
+        """Layout: the row's slot, its number of prompt tokens, the ids of the observed ones, and its new pages."""
+        num_ids = block = self.sparsity.block
+        if self.sparsity.observes_all:
+            num_ids = -(-self.max_model_len // block) * block
+        num_pages = -(-self.sparsity.budget // self.sparsity.page_size)
+        fields = (("slot", (1,), 0), ("num_prompt", (1,), 0), ("token_ids", (num_ids,), 0))
+        return BlobLayout((*fields, ("targets", (num_pages,), 0)))
 
 
 def mask_layout(config: ScheduleConfig, vocab_size: int) -> BlobLayout:

@@ -13,7 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.execution.batch import BatchLayout, BlobLayout, admission_layout, mask_layout, num_copies
+from jaxserve.execution.batch import (
+    BatchLayout,
+    BlobLayout,
+    CompactionLayout,
+    admission_layout,
+    mask_layout,
+    num_copies,
+)
+from jaxserve.execution.compaction import Compact, make_compact
 from jaxserve.execution.page_programs import page_programs
 from jaxserve.execution.pooling_program import make_pooling_step
 from jaxserve.execution.proposer import Observer, Proposer
@@ -114,6 +122,7 @@ class Lowering:
     def model(self) -> Model:
         """Static parameters of the programs, for one device's shard."""
         sizes: dict[str, Any] = {"num_devices": self.num_devices, "max_logprobs": self.sizes.max_logprobs}
+        sizes["sparsity"] = self.sizes.sparsity
         return Model.from_arch(self.arch, backend=self.backend, observer=self.observer, **sizes)
 
     def abstract_state(self) -> ServeState:
@@ -183,8 +192,12 @@ class Lowering:
         step = make_speculative_step(self.model, layout, self.proposer, num_rounds)
         return self._lower(step, layout, (self.param_shapes, self.draft_shapes))
 
+    def _compaction(self, layout: CompactionLayout) -> jax.stages.Lowered:
+        """Trace and lower the program that compacts a row's prompt."""
+        return self._lower(make_compact(self.model, layout), layout, self._observed_shapes)
+
     def writers(self) -> dict[str, Lower]:
-        """Return functions that trace and lower the programs that write to slot tables; each takes the table first."""
+        """Return functions that trace and lower the programs that write to slot tables, and compact prompts, by name."""
         state, model = self.abstract_state(), self.model
         admissions = admission_layout(self.sizes)
         masks = mask_layout(self.sizes, self.arch.vocab_size)
@@ -203,7 +216,9 @@ class Lowering:
             return {"admit": admit}
         copies = self._operand((2, num_copies(self.sizes)), jnp.int32)
         copy = partial(copy_pages, axis=model.arch.token_axis)
-        return {
+        layout = CompactionLayout.from_config(self.sizes)
+        compact: dict[str, Lower] = {} if layout is None else {"compact": partial(self._compaction, layout)}
+        return compact | {
             "admit": admit,
             "copy_pages": writer(copy, state.kv_pages, copies),
             "set_slot": writer(make_set_slot(model.split), state, index, row),
@@ -220,8 +235,8 @@ class Lowering:
 
     def _lower(
         self,
-        program: Program | Compute | Sample,
-        layout: BatchLayout,
+        program: Program | Compute | Sample | Compact,
+        layout: BatchLayout | CompactionLayout,
         params: Any,
         *more: BlobLayout,
         output: PartitionSpec | None = None,

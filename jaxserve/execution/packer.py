@@ -12,6 +12,7 @@ from jaxserve.execution.batch import (
     ADMITTED_STOP_IDS,
     MAX_STOP_IDS,
     BatchLayout,
+    CompactionLayout,
     admission_layout,
     mask_layout,
     num_copies,
@@ -24,7 +25,7 @@ from jaxserve.scheduling.schedule_config import ScheduleConfig
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from jaxserve.scheduling.step_plan import StepPlan
+    from jaxserve.scheduling.step_plan import PromptCompaction, StepPlan
 
 _INT = np.dtype(np.int32)
 _FLOAT = np.dtype(np.float32)
@@ -39,6 +40,7 @@ class StepUpload(NamedTuple):
         masks: mask blobs; none in most steps.
         blob: `StepBatch` blob.
         copies: blobs of page copies made before the step; none in most steps.
+        compactions: blobs of prompt compactions, made before everything else; none in most steps.
     """
 
     admissions: Sequence[NDArray[np.int32]]
@@ -46,6 +48,7 @@ class StepUpload(NamedTuple):
     masks: Sequence[NDArray[np.int32]]
     blob: NDArray[np.int32]
     copies: Sequence[NDArray[np.int32]] = ()
+    compactions: Sequence[NDArray[np.int32]] = ()
 
 
 class BatchPacker:
@@ -66,6 +69,7 @@ class BatchPacker:
         }
         self._admission, self._masks = admission_layout(config), mask_layout(config, vocab_size)
         self._num_copies = num_copies(config)
+        self._compactions = CompactionLayout.from_config(config)
         self._constrained: dict[int, Request] = {}  # rows with a constraint, by slot
         self._sent_masks: dict[int, NDArray[np.int32]] = {}  # masks by slot
         self._ones = np.ones(config.max_num_seqs, _INT)
@@ -123,7 +127,8 @@ class BatchPacker:
             to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops))
         admissions = list(self._admissions(plan, new_pages[:, num_new_pages:]))
         masks = () if plan.is_split else list(self.masks(plan))
-        return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob, list(self._copies(plan.copies)))
+        copies, compactions = list(self._copies(plan.copies)), list(map(self._compaction, plan.compactions))
+        return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob, copies, compactions)
 
     def _new_pages(self, plan: StepPlan) -> NDArray[np.int32]:
         """Return the page table entries that the device lacks, [3, E]: rows, columns, pages; admissions last."""
@@ -154,6 +159,7 @@ class BatchPacker:
             for row, request in enumerate(now):
                 to["slot"][row] = request.slot
                 to["start"][row] = start_of[request]
+                to["num_prompt"][row] = request.num_prompt_tokens
                 to["end_position"][row] = request.max_total_tokens
                 stop_ids = sorted(request.stop_ids)[:ADMITTED_STOP_IDS]
                 to["stop_ids"][row, : len(stop_ids)] = stop_ids
@@ -210,6 +216,16 @@ class BatchPacker:
             blob = np.full((2, self._num_copies), self.config.num_pages, _INT)
             blob[:, : len(some)] = np.array(some, _INT).T
             yield blob
+
+    def _compaction(self, compaction: PromptCompaction) -> NDArray[np.int32]:
+        """Return the blob that describes a row whose prompt is compacted."""
+        assert self._compactions is not None, "only an engine that compacts plans it"
+        slot, prompt, pages = compaction
+        blob, to = self._compactions.blob.new()
+        observed = prompt[self._compactions.first_observed(len(prompt)) :]
+        to["slot"][0], to["num_prompt"][0] = slot, len(prompt)
+        to["token_ids"][: len(observed)], to["targets"][: len(pages)] = observed, pages
+        return blob
 
     def _slot_row(self, request: Request) -> SlotRow:
         """Return a request's entries in the slot tables: history, masks, biases, bad words and stop ids."""

@@ -9,7 +9,7 @@ from typing import Any, no_type_check
 
 import jax
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.layers.state_forms import StateRows
@@ -31,6 +31,7 @@ class PagedAttention(NarrowingAttention):
         states: pool of recurrent states.
         state_rows: rows for recurrent layers; None if the model has none.
         shared: this step's keys and values that later layers reuse, by layer.
+        choosing: rows that choose the pages that they attend to; None if none do.
     """
 
     backend: str = field(metadata={"static": True})
@@ -40,6 +41,7 @@ class PagedAttention(NarrowingAttention):
     states: Any = None
     state_rows: StateRows | None = None
     shared: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)
+    choosing: Bool[Array, " R"] | None = None
 
     @classmethod
     def after(cls, tokens: TokenContext) -> PagedAttention:
@@ -61,7 +63,8 @@ class PagedAttention(NarrowingAttention):
         """
         options = layer.options
         k, v, shared = options.share(k, v, self.shared)
-        new, rows = NewTokens(q, k, v, layer.rope, sinks, self.tree_mask), self.groups[options.kv_group]
+        new = NewTokens(q, k, v, layer.rope, sinks, self.tree_mask, self.choosing)
+        rows = self.groups[options.kv_group]
         kernel_options = dataclasses.replace(options.spec.attention.options, last_only=layer.last_only)
         out, kv_pages = options.kv.attend(new, rows, self.kv_pages, layer.index, kernel_options, backend=self.backend)
         return out, dataclasses.replace(self, kv_pages=kv_pages, shared=shared)

@@ -16,7 +16,17 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.execution.batch import BatchLayout, StepBatch
 from jaxserve.execution.paged_attention import PagedAttention
-from jaxserve.execution.rows import Rows, Tokens, advance, planned_rows, ragged_rows, remember, round_tokens, state_rows
+from jaxserve.execution.rows import (
+    Rows,
+    Tokens,
+    advance,
+    planned_rows,
+    ragged_rows,
+    remember,
+    round_tokens,
+    state_rows,
+    visible_pages,
+)
 from jaxserve.execution.sampling import (
     LogprobLayout,
     SamplingRows,
@@ -35,6 +45,7 @@ from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.target import target_platform
+from jaxserve.scheduling.kv_cache.sparsity import Sparsity
 
 if TYPE_CHECKING:
     from jaxserve.execution.proposer import Observer
@@ -81,6 +92,7 @@ class Model:
         logprobs: packed log probability layout.
         split: logits layout over devices; None if they are whole.
         observer: proposer that observes all steps; None without one.
+        sparsity: rule by which output tokens see fewer keys and values; None if they see all.
     """
 
     arch: ArchConfig
@@ -88,6 +100,7 @@ class Model:
     logprobs: LogprobLayout
     split: VocabSplit | None = None
     observer: Observer | None = None
+    sparsity: Sparsity | None = None
 
     @staticmethod
     def from_arch(
@@ -97,11 +110,12 @@ class Model:
         num_devices: int = 1,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         observer: Observer | None = None,
+        sparsity: Sparsity | None = None,
     ) -> Model:
         """Return the static parameters of steps for `arch`: for one of `num_devices` shards of it, in a shard_map."""
         local, layout = arch.local(num_devices), LogprobLayout.from_sizes(max_logprobs, arch.vocab_size)
         split = VocabSplit(local.vocab_axis, num_devices, arch.vocab_size) if local.vocab_axis else None
-        return Model(local, backend, layout, split, observer)
+        return Model(local, backend, layout, split, observer, sparsity)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -256,13 +270,22 @@ def run_model(
         last_only: True if hidden states may be zero except for the rows' last tokens.
     """
     arch, live, shards = model.arch, tokens.live, None
+    choosing = None
+    if model.sparsity is not None and model.sparsity.hides_pages:
+        pages = visible_pages(state.sequences, rows, model.sparsity)
+        selected = tuple(pages if window is None else None for window in arch.kv_layout.windows)
+        rows = dataclasses.replace(rows, pages_to_read=selected)
     if arch.token_axis is not None:
         shards = ShardRows.from_rows(rows, tokens, state.sequences.length.shape[0], arch.num_data_shards)
         rows, tokens, num_rows = shards.select(rows, tokens, lax.axis_index(arch.token_axis))
         live = shards.live
     forms = zip(arch.kv_layout.forms, ragged_rows(state.sequences, rows, num_rows), strict=True)
     groups = tuple(form.step_rows(model.backend, group) for form, group in forms)
-    attention = PagedAttention(model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows)
+    if arch.page_budget is not None:
+        choosing = (rows.q_lens == 1) & (rows.start.history >= state.sequences.num_prompt(rows.slot))
+    attention = PagedAttention(
+        model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows, choosing=choosing
+    )
     slot = rows.slot.at[tokens.row].get(**CLIPPED)
     context = TokenContext(
         tokens.position, attention, tokens.row, slot, live, state.expert_tokens, num_live=rows.cu_q_lens[-1]

@@ -15,6 +15,7 @@ from jaxserve.execution.sampling import SamplingRows, SlotTable
 from jaxserve.execution.state import CLIPPED, DROPPED, Lengths, Sequences
 from jaxserve.layers.state_forms import StateRows
 from jaxserve.pallas_kernels.ragged_paged_attention import PagesToRead, RaggedRows
+from jaxserve.scheduling.kv_cache.sparsity import Sparsity
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
@@ -96,6 +97,15 @@ def ragged_rows(sequences: Sequences, rows: Rows, num_rows: Int[Array, ""]) -> l
     return [RaggedRows(kv_lens, page_table, cu_q_lens, num_rows, row, pages) for row, pages in to_read]
 
 
+def visible_pages(sequences: Sequences, rows: Rows, sparsity: Sparsity) -> PagesToRead:
+    """Return the pages that are not hidden from rows of output tokens; rows of prompt tokens see all of theirs."""
+    start = rows.start.history
+    num_prompt = sequences.num_prompt(rows.slot)
+    num_hidden = jnp.where(start < num_prompt, 0, sparsity.num_hidden(start, num_prompt))
+    column = jnp.arange(sequences.page_table.shape[1], dtype=jnp.int32)[None, :]
+    return PagesToRead(column + jnp.where(column < sparsity.num_sink_pages, 0, num_hidden[:, None]), num_hidden)
+
+
 def state_rows(batch: StepBatch, rows: Rows, tokens: Tokens) -> StateRows | None:
     """Return the rows for recurrent layers: the state entries that each row reads and writes, and its tokens.
 
@@ -140,12 +150,16 @@ def planned_rows(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]
     return Rows.packed(batch.slot, sequences.lengths(batch.slot), q_lens, samples=is_on & (batch.max_new > 0))
 
 
-def num_draftable(sequences: Sequences, rows: Rows) -> Int[Array, " R"]:
+def num_draftable(sequences: Sequences, rows: Rows, sparsity: Sparsity | None = None) -> Int[Array, " R"]:
     """Return the number of drafted tokens, after each row's first token, that its sequence has positions for.
 
-    A sequence's last token needs no page.
+    A sequence's last token needs no page. All tokens of a row must see the same keys and values.
     """
-    return jnp.maximum(sequences.max_len(rows.slot) - 2 - rows.start.history, 0)
+    start, stop = rows.start.history, sequences.max_len(rows.slot) - 1
+    if sparsity is not None:
+        num_prompt = sequences.num_prompt(rows.slot)
+        stop = jnp.minimum(stop, jnp.where(start < num_prompt, num_prompt, sparsity.row_end(start)))
+    return jnp.maximum(stop - 1 - start, 0)
 
 
 def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Lengths, Array]:

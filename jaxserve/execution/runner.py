@@ -19,6 +19,7 @@ from jaxserve.execution.programs import Programs
 from jaxserve.execution.round import StepOutput
 from jaxserve.execution.sampling import LogprobLayout
 from jaxserve.execution.state import ServeState
+from jaxserve.layers.page_bounds import pages_of
 from jaxserve.models.params import Params, device_bytes
 from jaxserve.models.registry import flop_counts, param_specs
 from jaxserve.models.weight_reads import WeightReads
@@ -130,7 +131,7 @@ class Runner:
         self.state: ServeState | None = self.programs.new_state()  # None while asleep or closed
         self._sleeping_params: Params | None = None  # copy in host memory
         self._sleeping_draft: Params = {}
-        local, pool_bytes = lowering.model.arch, device_bytes(self.state.kv_pages)
+        local, pool_bytes = lowering.model.arch, device_bytes(pages_of(self.state.kv_pages))
         num_layer_tokens = schedule.num_shard_pages * schedule.page_size * arch.kv_layout.num_pool_layers
         reads = WeightReads.from_params(params, param_specs(local), device_bytes, has_logits=arch.pooler is None)
         self.costs = Costs(
@@ -193,6 +194,11 @@ class Runner:
         compiles, upload = compile_counter.count, self.packer.pack(plan, program.num_tokens)
         if self._one_at_a_time:
             jax.block_until_ready(self.state)
+        both = self.params, self.draft_params
+        observed: Any = self.params if self.programs.lowering.observer is None else both
+        params: Any = both if plan.num_drafts else observed
+        for blob in upload.compactions:
+            self.state, _ = self.programs.writers["compact"](observed, self.state, blob)
         for blob in upload.admissions:
             self.state = self.programs.writers["admit"](self.state, blob)
         for slot, row in upload.slot_rows:
@@ -200,8 +206,6 @@ class Runner:
         self._set_masks(upload.masks)
         for blob in upload.copies:
             self.state = self._copy_pages(self.state, blob)
-        takes_both = plan.num_drafts or self.programs.lowering.observer is not None
-        params: Any = (self.params, self.draft_params) if takes_both else self.params
         compute, *_ = self.programs.take(program, plan.shape)
         self.state, output = compute(params, self.state, upload.blob)
         if plan.is_split:

@@ -19,9 +19,9 @@ from jaxserve.api.pooling_params import PoolingKind
 from jaxserve.api.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
 from jaxserve.execution.batch import MAX_STOP_IDS, PageEntries
 from jaxserve.execution.sampling import RECORD_WORDS, SlotRow, SlotTable, mask_size, padded_to_lanes
+from jaxserve.layers.page_bounds import Pool
 from jaxserve.layers.sharding import DATA, MODEL, TENSOR, MeshAxes, joined, tensor_size
 from jaxserve.models.arch import ArchConfig
-from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 # Options for reads and writes by slot, row or token in every step: indices out of range are padding, and none is
@@ -58,16 +58,16 @@ class Sequences:
 
     Attributes:
         length: number of tokens computed so far.
-        admitted: three values per slot, set by its admission: the `length` at which the sequence ends, position minus
-            `length`, and number of cached tokens minus `length` (see `Lengths`). One array, because each array costs a
-            microsecond per dispatch.
+        admitted: four values per slot, set by its admission: the `length` at which the sequence ends, position minus
+            `length`, number of cached tokens minus `length` (see `Lengths`), and number of prompt tokens. One array,
+            because each array costs a microsecond per dispatch.
         stopped: True after the sequence has ended.
         page_table: up to M pages in each of G KV groups; row `slot * G + g` belongs to group g.
         records: packed sampling parameters, with the fields of SAMPLING_RECORD.
     """
 
     length: Int[Array, " S"]
-    admitted: Int[Array, "3 S"]
+    admitted: Int[Array, "4 S"]
     stopped: Bool[Array, " S"]
     page_table: Int[Array, "SG M"]
     records: Int[Array, "S words"]
@@ -87,6 +87,10 @@ class Sequences:
         """Return the history lengths at which some sequences reach their last position."""
         return self.admitted.at[0, slot].get(**CLIPPED)
 
+    def num_prompt(self, slot: Int[Array, " R"]) -> Int[Array, " R"]:
+        """Return the number of prompt tokens of some sequences."""
+        return self.admitted.at[3, slot].get(**CLIPPED)
+
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @jax.tree_util.register_dataclass
@@ -94,7 +98,7 @@ class Sequences:
 class ServeState:
     """State that lives on the device between steps; donated to every step and returned by it."""
 
-    kv_pages: Pages  # pool in the attention backend's layout
+    kv_pages: Any  # `Pool` in the attention backend's layout
     sequences: Sequences
     slots: SlotTable  # sampling inputs: tokens, their counts, biases and stop ids
     states: Any = None  # state pool of recurrent layers; None without them
@@ -103,7 +107,7 @@ class ServeState:
     expert_tokens: Int[Array, "L E"] | None = None  # tokens per expert in the last step; None if not counted
 
 
-def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Pages:
+def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Any:
     """Return an empty KV pool of `num_pages` pages, each with `page_size` tokens in the layers of any one KV group."""
     sizes = {"num_layers": arch.kv_layout.num_pool_layers, "num_pages": num_pages, "page_size": page_size}
     return arch.kv_layout.pool.new_pages(backend, **sizes, dtype=jnp.dtype(kv_dtype))
@@ -134,7 +138,7 @@ def new_sequences(schedule: ScheduleConfig) -> Sequences:
     S = schedule.max_num_seqs
     return Sequences(
         length=jnp.zeros(S, jnp.int32),
-        admitted=jnp.zeros((3, S), jnp.int32),
+        admitted=jnp.zeros((4, S), jnp.int32),
         stopped=jnp.ones(S, bool),
         page_table=jnp.zeros((S * schedule.kv_groups.size, schedule.max_pages_per_row), jnp.int32),
         records=jnp.zeros((S, RECORD_WORDS), jnp.int32),
@@ -211,7 +215,7 @@ def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
     return SlotRow(token_ids=row.pop("token_history"), **row)
 
 
-def copy_pages(kv_pages: Pages, blob: Int[Array, "2 E"], axis: str | None = None) -> Pages:
+def copy_pages(kv_pages: Pool, blob: Int[Array, "2 E"], axis: str | None = None) -> Pool:
     """Return the pool with some pages copied to others; every layout has its pages on axis 1.
 
     Args:

@@ -173,7 +173,8 @@ def make_admit(layout: BlobLayout, proposer: Proposer | None = None) -> Admit:
         sequences = set_pages(state.sequences, new.new_pages)
         padding = ((0, 0), (0, MAX_STOP_IDS - ADMITTED_STOP_IDS))
         stop_ids = jnp.pad(new.stop_ids, padding, constant_values=-1)
-        numbers = jnp.stack([new.end_position - new.position_offset, new.position_offset, new.cache_offset])
+        ends = new.end_position - new.position_offset
+        numbers = jnp.stack([ends, new.position_offset, new.cache_offset, new.num_prompt])
         sequences = dataclasses.replace(
             sequences,
             length=sequences.length.at[new.slot].set(new.start, mode="drop"),

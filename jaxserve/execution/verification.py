@@ -106,7 +106,7 @@ def _round(
     wanted = jnp.where(rows.samples, jnp.maximum(wanted, 0), 0)
     with jax.named_scope("propose"):
         drafts, draft_state = proposer.propose(params, state, rows, wanted, batch.base_seed)
-        count = jnp.minimum(drafts.count, num_draftable(state.sequences, rows))
+        count = jnp.minimum(drafts.count, num_draftable(state.sequences, rows, model.sparsity))
         drafts = dataclasses.replace(drafts, count=count)
         state = dataclasses.replace(state, draft=draft_state)
     with jax.named_scope("verify"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jaxserve.pallas_kernels import ragged_paged_attention as ops
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
@@ -35,6 +35,7 @@ class NewTokens(NamedTuple):
         rope: cosines and sines that rotate queries and keys; None for no rotation.
         sinks: logits that take part in the softmax without values, or None.
         tree_mask: draft-token trees, or None.
+        choosing: rows that choose the pages that they attend to, see `page_bounds`; None if none do.
     """
 
     q: Float[Array, "N Q W"]
@@ -43,6 +44,7 @@ class NewTokens(NamedTuple):
     rope: Float32[Array, "2 T half"] | None = None
     sinks: Float[Array, " Q"] | None = None
     tree_mask: Int32[Array, " T"] | None = None
+    choosing: Bool[Array, " R"] | None = None
 
 
 class KVForm(ABC):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxserve.api.pooling_params import Pooler
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
+from jaxserve.layers.kv_forms import HeadVectors
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.layers.sharding import DATA, MODEL, TENSOR
 from jaxserve.layers.state_forms import StateForm
@@ -59,6 +60,7 @@ class ArchConfig:
     schemes: Schemes | None = None  # quantisation in the checkpoint
     one_kv_group: bool = False  # True if all layers keep their keys and values under the same pages
     per_layer_embeddings: PerLayerEmbeddings | None = None
+    page_budget: int | None = None  # maximum tokens in the pages that an output token chooses; None if it sees all
     pooler: Pooler | None = None  # pooling, for models that do not generate
 
     def __post_init__(self) -> None:
@@ -291,4 +293,28 @@ class ArchConfig:
     def kv_layout(self) -> KVLayout:
         """Layout in the KV pool."""
         period = self.period if 2 * self.period <= self.num_layers else None
-        return lay_out(self.layers, num_devices=self.num_devices, period=period, has_one_group=self.one_kv_group)
+        layout = lay_out(self.layers, num_devices=self.num_devices, period=period, has_one_group=self.one_kv_group)
+        return layout if self.page_budget is None else layout.with_bounds(self.page_budget, self.tensor_axis)
+
+    @property
+    def has_alike_heads(self) -> bool:
+        """True if all layers have full attention with the same KV heads."""
+        [(kv, window), *others] = {(attention.kv, attention.window) for attention in self.attention_layers}
+        return not others and type(kv) is HeadVectors and window is None and self.state is None
+
+    def with_page_budget(self, budget: int | None, max_len: int) -> "ArchConfig":
+        """Return the config for output tokens that attend to the best pages of up to `budget` tokens.
+
+        Without a budget, or if all of `max_len` tokens are within it, output tokens see all.
+
+        Raises:
+            ConfigError: not all layers have full attention with the same KV heads.
+        """
+        if budget is None or budget >= max_len:
+            return self
+        if not self.has_alike_heads:
+            raise ConfigError(
+                f"sparse_attention needs a model with full attention and the same KV heads in all layers, got "
+                f"{self.architecture}; drop it"
+            )
+        return dataclasses.replace(self, page_budget=budget)

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import accumulate
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents, MixedHeads, PartOfPages
+from jaxserve.layers.page_bounds import BoundedHeads
 from jaxserve.models.layer_spec import LayerSpec, local_kv
 
 MAX_KV_GROUPS = 8  # maximum if the layers do not repeat
@@ -65,6 +66,8 @@ class KVLayout:
 
     def _form(self, kind: _Kind) -> KVForm:
         """Return the token layout for layers with these properties: a part of a page if their heads are smaller."""
+        if isinstance(self.pool, BoundedHeads):
+            return self.pool
         if not isinstance(self.pool, MixedHeads) or kind.kv != self.pool.smaller:
             return kind.kv
         return PartOfPages(self.pool.smaller.num_kv_heads, self.pool.smaller.head_dim, kind.num_parts)
@@ -84,6 +87,11 @@ class KVLayout:
     def forms(self) -> tuple[KVForm, ...]:
         """Each group's token layout."""
         return tuple(map(self._form, self._groups))
+
+    def with_bounds(self, budget: int, axis: tuple[str, ...] | None) -> "KVLayout":
+        """Return the layout in which pages have bounds of their keys; see `BoundedHeads` for the arguments."""
+        assert isinstance(self.pool, HeadVectors), "`ArchConfig.with_page_budget` has checked the layers"
+        return replace(self, pool=BoundedHeads(self.pool.num_kv_heads, self.pool.head_dim, budget, axis))
 
     @property
     def num_pool_layers(self) -> int:

@@ -106,7 +106,7 @@ class DecodePlanner:
                     rows_in_prefill.append(request)
                     continue
                 num_new = min(limit, request.max_total_tokens - num_tokens)
-                if request.waits_for_tokens:
+                if request.waits_for_tokens or self._ledger.must_end_at_prompt(request):
                     num_new = min(num_new, 1)
                 if not self._can_decode(request, num_new, plan, num_spare):
                     continue
@@ -146,8 +146,7 @@ class DecodePlanner:
                 break
             num_missing -= 1
             ledger = self._ledger
-            has_page = ledger.num_tokens_held(request) > request.num_computed_tokens
-            has_page |= ledger.num_available >= ledger.groups.size
+            has_page = ledger.num_pages_short(1, [request]) <= ledger.num_available
             num_new = min(1, request.max_total_tokens - request.num_tokens)
             if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, num_new, plan):
                 plan.requests.append(request)
@@ -175,7 +174,7 @@ class DecodePlanner:
         if num_spare:
             num_tokens = max(min(num_new + num_spare, max_computed - request.num_computed_tokens), num_new)
         ledger = self._ledger
-        if ledger.groups.sliding:
+        if ledger.groups.releases_pages:
             ledger.store.release_unseen(request)
         while not ledger.allocate(request, num_tokens, plan):  # preempt until the row's pages fit
             victim = self._policy.victim(ledger.running)
@@ -184,7 +183,7 @@ class DecodePlanner:
                 return False
         if request.params.logprobs is not None:
             plan.wants_logprobs = True
-        elif not request.waits_for_tokens:
+        elif not request.waits_for_tokens and not ledger.num_pages_to_copy(request):
             # Spare tokens have pages although only steps with drafts compute them.
             request.quiet_until = min(ledger.num_tokens_held(request), max_computed) - self._num_spare_tokens
         if request.waits_for_tokens:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxserve.scheduling.kv_cache.groups import RELEASED
 from jaxserve.scheduling.kv_cache.page_store import PageStore
 from jaxserve.scheduling.request import Request, RequestStatus
-from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.scheduling.step_plan import PromptCompaction, StepPlan
 from jaxserve.scheduling.waiting import WaitingQueue
 
 if TYPE_CHECKING:
@@ -174,12 +174,55 @@ class Ledger:
             num_tokens: number of tokens to compute next.
             plan: current plan, which lists requests with new pages.
         """
+        if not self._compact(request, plan):
+            return False
         num_new = self.store.grow(request, num_tokens)
         if num_new:
             if len(request.pages) * self.page_size >= (request.max_total_tokens - 1) * self._group_size:
                 self.num_growing -= 1
             plan.grown.append(request)
         return num_new is not None
+
+    def _compact(self, request: Request, plan: StepPlan) -> bool:
+        """Let the plan compact a request's prompt before its first output token is computed.
+
+        The copies take the places of its last prompt pages; the others, and the originals, are released. False,
+        without a change, if too few pages are free for them.
+        """
+        num_copied = self.num_pages_to_compact(request)
+        if not num_copied:
+            return True
+        copies = self.store.allocate(num_copied, request.tenant)
+        if copies is None:
+            return False
+        self.store.register_blocks(request, request.num_prompt_tokens // self.page_size)  # the copies never are
+        num_blocks = self.groups.num_blocks(request.num_prompt_tokens)
+        self.store.release(request.pages[:num_blocks])
+        request.num_hidden_blocks = num_blocks - num_copied
+        request.pages[:num_blocks] = [RELEASED] * request.num_hidden_blocks + copies
+        plan.compactions.append(PromptCompaction(request.slot, request.prompt_token_ids, copies))
+        return True
+
+    def num_pages_to_compact(self, request: Request) -> int:
+        """Return the number of pages to which a running request's prompt must be copied next; 0 without a copy."""
+        is_computed = request.num_computed_tokens >= request.num_prompt_tokens
+        return self.num_pages_to_copy(request) if is_computed else 0
+
+    def must_end_at_prompt(self, request: Request) -> bool:
+        """Return whether a decoding row must not pass its prompt's last token, because the prompt is compacted then."""
+        return request.num_computed_tokens < request.num_prompt_tokens and self.num_pages_to_copy(request) > 0
+
+    def num_pages_to_copy(self, request: Request) -> int:
+        """Return the number of pages to which a running request's prompt will be copied; 0 if it has been, or stays."""
+        sparsity = self.groups.sparsity
+        if sparsity is None or request.num_hidden_blocks:
+            return 0
+        return sparsity.num_copied(request.num_prompt_tokens)
+
+    def num_computable(self, request: Request, start: int) -> int:
+        """Return how many tokens a running request may compute next in a row that begins at `start`."""
+        end = self.groups.row_end(start, request.num_prompt_tokens)
+        return min(num_remaining(request), end - request.num_computed_tokens)
 
     def token_capacity(self, cached: Sequence[int]) -> int:
         """Return how many tokens fit the whole pool alongside the cached pages of a prefix.
@@ -208,8 +251,10 @@ class Ledger:
         """Return the number of pages kept for the rest of a running request's prompt, beyond the block to grow."""
         if not in_prefill(request):
             return 0
-        num_held = len(request.pages) - request.num_released_blocks * len(self.groups.sliding)
-        num_needed = self.groups.num_pages(request.num_tokens) - num_held
+        groups = self.groups
+        num_held = len(request.pages) - request.num_released_blocks * len(groups.sliding)
+        num_held -= request.num_hidden_blocks * len(groups.full)
+        num_needed = groups.num_pages(request.num_tokens, request.num_prompt_tokens) - num_held
         return max(num_needed - self._group_size * self.can_grow(request), 0)
 
     def num_pages_short(self, num_steps: int, rows: Iterable[Request] | None = None) -> int:
@@ -221,8 +266,9 @@ class Ledger:
             num_steps: tokens per row.
             rows: running requests; None for all.
         """
-        groups, num_short = self.groups, 0
-        for request in self.running.values() if rows is None else rows:
+        groups, rows = self.groups, list(self.running.values() if rows is None else rows)
+        num_short = 0 if groups.sparsity is None else sum(map(self.num_pages_to_compact, rows))
+        for request in rows:
             num_tokens = min(request.num_computed_tokens + num_steps, request.max_total_tokens - 1)
             num_short += max(groups.num_blocks(num_tokens) * groups.size - len(request.pages), 0)
         return num_short
@@ -256,11 +302,13 @@ class Ledger:
             assert num_blocks * groups.size == len(request.pages), request
             assert num_blocks >= groups.num_blocks(request.num_computed_tokens), request
             assert num_blocks <= groups.num_blocks(request.max_total_tokens - 1), request
-            released = request.num_released_blocks
+            num_sinks = 0 if groups.sparsity is None else groups.sparsity.num_sink_pages
             for group in range(groups.size):
-                num_gone = released if group in groups.sliding else 0
+                gone = range(request.num_released_blocks)
+                if group in groups.full:
+                    gone = range(num_sinks, num_sinks + request.num_hidden_blocks)
                 pages = request.pages[group :: groups.size]
-                assert [page == RELEASED for page in pages] == [True] * num_gone + [False] * (num_blocks - num_gone)
+                assert [page == RELEASED for page in pages] == [block in gone for block in range(num_blocks)]
         loading = [request for request in self.waiting if request.status is RequestStatus.LOADING]
         for request in self.waiting:
             is_loading = request.status is RequestStatus.LOADING

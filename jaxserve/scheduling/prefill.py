@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from itertools import count, groupby
 from operator import attrgetter
 
-from jaxserve.scheduling.ledger import RUNS, Ledger, num_remaining
+from jaxserve.scheduling.ledger import RUNS, Ledger
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prompts import Prompts
 from jaxserve.scheduling.request import Request
@@ -101,7 +101,8 @@ class PrefillPlanner:
             budget_left = self._prompts.budget_left(plan)
             if request.status not in RUNS or not budget_left:  # preempted for an older one
                 continue
-            wanted = self._policy.first_chunk(num_remaining(request), budget_left)
+            num_left = ledger.num_computable(request, request.num_computed_tokens)
+            wanted = self._policy.first_chunk(num_left, budget_left)
             ledger.store.release_unseen(request)
             reserve.begin_turn(request)
             num_tokens = reserve.num_affordable(request, wanted)
@@ -135,9 +136,8 @@ class PrefillPlanner:
             row = row_by_request.get(request)
             if row is None:
                 continue
-            wanted = self._policy.further_chunk(
-                num_remaining(request), plan.counts[row], budget_left, decode_waits=decode_waits
-            )
+            num_left = self._ledger.num_computable(request, plan.starts[row])
+            wanted = self._policy.further_chunk(num_left, plan.counts[row], budget_left, decode_waits=decode_waits)
             num_tokens = reserve.num_affordable(request, wanted)
             if num_tokens and self._ledger.allocate(request, num_tokens, plan):
                 self._prompts.compute(row, num_tokens, plan)
@@ -196,8 +196,12 @@ class _PageReserve:
     def num_affordable(self, request: Request, limit: int) -> int:
         """Return the number of tokens, up to `limit`, that the current prompt can compute without reserved pages."""
         ledger, size = self._ledger, self._size
+        num_copied = ledger.num_pages_to_compact(request)
         num_kept = ledger.num_pages_to_grow + self._num_older_pages - size * self._num_growing
-        num_blocks = (len(request.pages) + max(ledger.num_available - num_kept, 0)) // size
+        num_free = ledger.num_available - num_kept - num_copied
+        if num_copied and num_free < 0:
+            return 0
+        num_blocks = (len(request.pages) + max(num_free, 0)) // size
         return max(min(limit, num_blocks * ledger.page_size - request.num_computed_tokens), 0)
 
 

@@ -85,7 +85,8 @@ class Prompts:
         unfinished = [request for request in self.unfinished if request.status in RUNS]
         budget_left = self._ledger.max_num_batched_tokens - (len(self._ledger.running) - len(unfinished))
         for request in unfinished:
-            chunk = self._policy.first_chunk(num_remaining(request), max(budget_left, 0))
+            num_left = self._ledger.num_computable(request, request.num_computed_tokens)
+            chunk = self._policy.first_chunk(num_left, max(budget_left, 0))
             budget_left -= chunk
             yield request, chunk
 

@@ -111,6 +111,7 @@ class Request:
     first_due_s: Moved[float] = 0.0  # due or actual time of its first token, the later one; 0 before
     pages: list[int] = field(default_factory=list)  # page ids of all KV groups, by block; append-only while running
     num_released_blocks: int = 0  # leading blocks whose pages in sliding groups were released
+    num_hidden_blocks: int = 0  # blocks after the sinks whose pages in full groups were released, for a budget
     num_registered_blocks: int = 0  # leading blocks whose pages were registered in the prefix cache
     page_hashes: list[bytes] = field(default_factory=list)  # hashes of full pages with known tokens
     num_transfers: int = 0  # page moves that it waits for; 0 unless loading
@@ -145,6 +146,11 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Number of tokens sampled on the device but not yet read (step-ahead)."""
         return self.num_tokens - self.num_known_tokens
+
+    @property
+    def num_last_tokens(self) -> int:
+        """Number of tokens up to which a waiting request's partly filled page may be cached."""
+        return self.num_kept_tokens or self.num_known_tokens - 1
 
     @property
     def min_position(self) -> int:

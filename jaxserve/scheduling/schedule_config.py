@@ -8,8 +8,10 @@ from functools import cached_property
 from jaxserve.api.config import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS, EngineConfig
 from jaxserve.api.option_values import read_targets, read_tenant_weights
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
+from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.kv_cache.groups import KVGroups
+from jaxserve.scheduling.kv_cache.sparsity import Sparsity, resolve_choice, resolve_eviction
 from jaxserve.scheduling.policy import Policy, reserved_prefill_tokens
 from jaxserve.scheduling.step_plan import StepShape
 
@@ -40,6 +42,8 @@ class ScheduleConfig:
     long_prefill_token_threshold: int = 0
     windows: tuple[int | None, ...] = (None,)  # sliding window per KV group
     num_snapshots: int | None = None  # maximum state snapshots; None if no layer is recurrent
+    eviction: EvictionConfig | None = None  # budget for a sequence's keys and values; None to keep all
+    sparse_attention: SparseAttentionConfig | None = None  # budget for the pages that output tokens see
     tenant_weights: tuple[tuple[str, float], ...] = ()  # tenants with weights other than 1
     targets: tuple[tuple[int | None, float, float], ...] = ()  # per-class targets: see `Policy`
     max_drafts: int = 0  # maximum tokens that a row accepts per round; 0 without speculative decoding
@@ -50,6 +54,7 @@ class ScheduleConfig:
     num_data_shards: int = 1  # equal data-parallel shards of slots, pages and step tokens
 
     def __post_init__(self) -> None:
+        _ = self.sparsity
         if self.max_num_batched_tokens < self.max_num_seqs:
             own = [size // self.num_data_shards for size in (self.max_num_batched_tokens, self.max_num_seqs)]
             raise ConfigError(
@@ -120,9 +125,18 @@ class ScheduleConfig:
         )
 
     @cached_property
+    def sparsity(self) -> Sparsity | None:
+        """Rule by which output tokens see fewer keys and values; None if they see all."""
+        if self.eviction is not None:
+            return resolve_eviction(self.eviction, self.page_size, self.max_model_len)
+        if self.sparse_attention is not None:
+            return resolve_choice(self.sparse_attention, self.page_size, self.max_model_len)
+        return None
+
+    @cached_property
     def kv_groups(self) -> KVGroups:
         """Layer groups that have pages of their own."""
-        return KVGroups(self.page_size, self.windows, self.num_snapshots)
+        return KVGroups(self.page_size, self.windows, self.num_snapshots, self.sparsity)
 
     @property
     def num_state_entries(self) -> int:
@@ -269,6 +283,8 @@ def resolve_schedule(
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         windows=windows,
         num_snapshots=default_snapshots(config, max_num_seqs) if has_states else None,
+        eviction=config.eviction,
+        sparse_attention=config.sparsity,
         tenant_weights=read_tenant_weights(config.tenant_weights),
         targets=read_targets(config.target_ttft_ms, config.target_itl_ms),
         max_drafts=config.speculation.max_drafts if config.speculation else 0,

@@ -209,7 +209,7 @@ class Scheduler:
                 f"got {num_prompt} prompt tokens, max_total_tokens {max_total} and max_model_len {longest}; "
                 "shorten the prompt, lower max_tokens or raise max_model_len"
             )
-        num_needed = groups.num_pages(max_total - 1)  # the last token is never computed
+        num_needed = groups.num_pages(max_total - 1, num_prompt)  # the last token is never computed
         num_pages = self._shard_sizes.num_pages
         if num_needed > num_pages:
             raise RequestError(

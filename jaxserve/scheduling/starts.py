@@ -22,7 +22,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 
-from jaxserve.scheduling.kv_cache.page_store import num_last_tokens
 from jaxserve.scheduling.ledger import Ledger, in_prefill, num_remaining
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prompts import Prompts
@@ -210,7 +209,8 @@ class StartPlanner:
             return False
         index = num_computed_tokens // ledger.page_size
         theirs, num_matchable = ledger.store.hashes(other), (request.num_known_tokens - 1) // ledger.page_size
-        if index >= min(len(theirs), num_matchable) or other in ledger.store.unshared:
+        num_shareable = ledger.groups.num_shareable(other.num_known_tokens, other.num_prompt_tokens) // ledger.page_size
+        if index >= min(num_shareable, num_matchable) or other in ledger.store.unshared:
             return False
         page_hash = ledger.store.hashes(request)[index]
         return page_hash == theirs[index] and not ledger.store.has(page_hash)
@@ -253,8 +253,9 @@ class StartPlanner:
             plan: plan to add to.
         """
         ledger = self._ledger
-        start = num_last_tokens(request) if copied else self._num_cached_tokens(cached)
-        num_tokens = self._policy.first_chunk(request.num_tokens - start, self._prompts.budget_left(plan))
+        start = request.num_last_tokens if copied else self._num_cached_tokens(cached)
+        num_left = min(request.num_tokens, ledger.groups.row_end(start, request.num_prompt_tokens)) - start
+        num_tokens = self._policy.first_chunk(num_left, self._prompts.budget_left(plan))
         num_tokens = min(num_tokens, ledger.token_capacity(cached))
         num_pages = ledger.groups.num_blocks(start + num_tokens) * ledger.groups.size
         ledger.store.retain(copied)  # so that the allocation does not evict them

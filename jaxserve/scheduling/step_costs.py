@@ -7,6 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxserve.scheduling.kv_cache.sparsity import Sparsity
+
 Ints = NDArray[np.int64]
 
 
@@ -32,19 +34,31 @@ class AttentionCost(NamedTuple):
     num_kv_tokens: int  # tokens whose keys and values are read or written
 
 
-def attention_cost(start: Ints, num_tokens: Ints, windows: Sequence[int | None]) -> AttentionCost:
+def attention_cost(
+    start: Ints, num_tokens: Ints, windows: Sequence[int | None], sparsity: Sparsity | None = None
+) -> AttentionCost:
     """Return the work of causal attention in layers with these sliding windows (None: no window).
 
-    A row's keys and values count as read once per layer, whatever the query tiling, and new ones as written.
+    A row's keys and values count as read once per layer, whatever the query tiling, and new ones as written. Rows with
+    one token count as output tokens.
 
     Args:
         start: tokens before the computed ones; one entry per row, or per row and step.
         num_tokens: computed tokens, with the same shape, or one entry per row for all its steps.
         windows: one window per layer.
+        sparsity: rule by which output tokens see fewer keys and values; None if they see all.
     """
     end = start + num_tokens
     num_scores = num_kv_tokens = 0
-    for window, num_layers in Counter(windows).items():
+    counts = Counter(windows)
+    if sparsity is not None:
+        num_sparse = max(counts[None] - sparsity.num_dense_layers, 0)
+        counts[None] -= num_sparse
+        is_output = num_tokens == 1
+        num_seen = np.where(is_output, sparsity.num_seen(end), _triangle(end) - _triangle(start))
+        num_read = np.where(is_output, sparsity.num_read(end), end)
+        num_scores, num_kv_tokens = num_sparse * int(num_seen.sum()), num_sparse * int((num_read + num_tokens).sum())
+    for window, num_layers in counts.items():
         scores, unread = _triangle(end) - _triangle(start), 0 * start
         if window is not None:
             scores -= _triangle(end - window) - _triangle(start - window)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxserve.api.cached_tokens import NO_CACHED_TOKENS, CachedTokens
+from jaxserve.api.token_ids import TokenIds
 from jaxserve.scheduling.request import Request
 
 
@@ -84,6 +85,15 @@ def cheapest(programs: Iterable[StepShape], step: StepShape) -> StepShape | None
     return min((program for program in programs if program.holds(step)), default=None)
 
 
+class PromptCompaction(NamedTuple):
+    """A row whose prompt's best tokens are copied to fresh pages; see `Compaction`."""
+
+    slot: int
+    prompt_token_ids: TokenIds
+    pages: list[int]
+    """Pages that receive the copies."""
+
+
 @dataclass(slots=True)
 class StepPlan:
     """Work of one step: decoding rows first, then rows in prefill, then newly admitted ones.
@@ -115,6 +125,7 @@ class StepPlan:
         admitted: requests that start with this plan and need their device state set.
         grown: requests whose pages this plan extended; possibly repeated, also admitted, or preempted since.
         copies: pages to copy before the step, as (source, target).
+        compactions: rows whose prompts to compact before everything else.
         restored: rows that continue from a state snapshot, as (row, entry).
         snapshots: state snapshots to take, as (row, tokens of the row before it, entry). No row of the plan reads them.
         num_pages_used: pages owned by running requests after this plan.
@@ -143,6 +154,7 @@ class StepPlan:
     admitted: list[Request] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    compactions: list[PromptCompaction] = field(default_factory=list)
     restored: list[tuple[int, int]] = field(default_factory=list)
     snapshots: list[tuple[int, int, int]] = field(default_factory=list)
     num_pages_used: int = 0
@@ -193,6 +205,7 @@ class StepPlan:
         pages += [entry for request in self.grown for entry in (len(request.pages), *request.pages[-1:])]
         copies = [page for copy in self.copies for page in copy]
         states = [number for row in (*self.restored, *self.snapshots) for number in row]
+        copies += [number for slot, _, pages in self.compactions for number in (slot, *pages)]
         rest = [int(self.is_split), len(copies), *copies, *states]
         for column in (self.slots, self.starts, self.counts, self.max_new, self.num_drafts, pages, rest):
             previous = zlib.crc32(array("q", column).tobytes(), previous)

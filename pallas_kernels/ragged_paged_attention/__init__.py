@@ -23,7 +23,12 @@ Contract, the same for all backends:
   work depends only on the lengths. Outputs for padding tokens are finite and otherwise unspecified.
 """
 
-from jaxserve.pallas_kernels.ragged_paged_attention.attention import ragged_paged_attention, select_backend, step_rows
+from jaxserve.pallas_kernels.ragged_paged_attention.attention import (
+    pool_page_size,
+    ragged_paged_attention,
+    select_backend,
+    step_rows,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
     AttentionInputs,
     AttentionOptions,
@@ -74,6 +79,7 @@ __all__ = [
     "move_tokens",
     "new_pages",
     "next_index",
+    "pool_page_size",
     "ragged_paged_attention",
     "select_backend",
     "split_pages",

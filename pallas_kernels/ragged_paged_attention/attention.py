@@ -135,7 +135,12 @@ def read_rows(backend: str, rows: RaggedRows, kv_pages: Pages) -> RaggedRows:
       rows: the step's rows.
       kv_pages: the pool.
     """
-    return rows.with_read_pages(BACKENDS[backend].layout.pool_dims(values_of(kv_pages).shape).page_size)
+    return rows.with_read_pages(pool_page_size(backend, kv_pages))
+
+
+def pool_page_size(backend: str, kv_pages: Pages) -> int:
+    """Return the tokens per page in a pool made for the backend named `backend`."""
+    return backend_named(backend).layout.pool_dims(values_of(kv_pages).shape).page_size
 
 
 def _check_inputs(inputs: AttentionInputs, options: AttentionOptions) -> KVKind:

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.scheduling.kv_cache.sparsity import Choice, Window
 from jaxserve.scheduling.step_costs import attention_cost
 
 shares = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=5)
@@ -34,3 +35,18 @@ def test_steps_add_up(shares: list[tuple[int, int]], windows: list[int | None], 
     together = attention_cost(*(np.stack(column) for column in zip(*steps, strict=True)), windows)
     assert together == tuple(map(sum, zip(*(attention_cost(*step, windows) for step in steps), strict=True)))
     assert together.num_scores == attention_cost(start, num_tokens * num_steps, windows).num_scores
+
+
+def test_output_tokens_read_their_budget() -> None:
+    """With pages of 16 tokens: a chunk reads all, a token the pages that it sees, and the bounds of all others."""
+    start, num_tokens = np.array([0, 1000, 40]), np.array([100, 1, 1])
+    windows = [None] * 4 + [64]
+    dense = [int((start + 2 * num_tokens)[row]) for row in range(3)]
+    sliding = 100 + 100 + 64 + 1 + 41 + 1
+    window = attention_cost(start, num_tokens, windows, Window(16, 256, num_sink_pages=1))
+    seen = 1001 - (63 - 16) * 16  # page 62 sees 16 pages: page 0 and 48 to 62
+    assert window.num_kv_tokens == 4 * (dense[0] + seen + 1 + dense[2]) + sliding
+    choice = attention_cost(start, num_tokens, windows, Choice(16, 256))
+    chosen = 15 * 16 + 9
+    assert choice.num_kv_tokens == 2 * sum(dense) + 2 * (dense[0] + chosen + 62 + 1 + dense[2] + 2) + sliding
+    assert choice.num_scores < window.num_scores + 2 * 1001

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from jaxserve.scheduling.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.scheduling.kv_cache.pages import CACHED, Pages
+from jaxserve.scheduling.kv_cache.sparsity import Sparsity
 from jaxserve.scheduling.request import Request
 
 Cached = Sequence[Container[bytes]]  # hashes of cached pages by group; states come last
@@ -55,6 +56,31 @@ class FullAttention(GroupKind):
     def seen(self, num_blocks: int) -> range:
         """Return all of the first `num_blocks` blocks."""
         return range(num_blocks)
+
+
+class SparseAttention(FullAttention):
+    """Groups with full attention whose output tokens do not see all earlier ones."""
+
+    def __init__(self, groups: KVGroups, sparsity: Sparsity) -> None:
+        super().__init__(groups)
+        self._sparsity, self._num_groups = sparsity, groups.size
+
+    def remove_unseen(self, request: Request) -> list[int]:
+        """Remove a running request's pages that are hidden from its next token; return them in reverse token order."""
+        num_prompt = request.num_prompt_tokens
+        if request.num_computed_tokens < num_prompt or self._sparsity.num_copied(num_prompt):
+            return []
+        certain = min(request.num_computed_tokens, request.num_known_tokens - 1)
+        before, hidden = request.num_hidden_blocks, self._sparsity.num_hidden(max(certain, num_prompt), num_prompt)
+        if hidden <= before:
+            return []
+        size, first, pages = self._num_groups, self._sparsity.num_sink_pages, request.pages
+        unseen = [block * size + group for block in range(first + before, first + hidden) for group in self.groups]
+        removed = [pages[index] for index in reversed(unseen)]
+        for index in unseen:
+            pages[index] = RELEASED
+        request.num_hidden_blocks = hidden
+        return removed
 
 
 class SlidingWindow(GroupKind):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxserve.scheduling.kv_cache.sparsity import AHEAD, UNLIMITED, Sparsity
+
 RELEASED = -1  # page id after a sequence has released a page that no later token sees
-_AHEAD = 4  # maximum tokens by which plans in flight run ahead of tokens known to be computed
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,13 @@ class KVGroups:
         page_size: tokens per page.
         windows: sliding window per group in tokens; None for full attention.
         num_snapshots: maximum state snapshots for recurrent layers; None without such layers.
+        sparsity: rule by which output tokens see fewer keys and values in groups with full attention; None without.
     """
 
     page_size: int
     windows: tuple[int | None, ...] = (None,)
     num_snapshots: int | None = None
+    sparsity: Sparsity | None = None
 
     @cached_property
     def size(self) -> int:
@@ -55,21 +58,56 @@ class KVGroups:
     @cached_property
     def num_held_blocks(self) -> int:
         """Maximum blocks that a sequence holds in a sliding group if it is computed a page at a time."""
-        return -(-(self.max_window - 1 + _AHEAD) // self.page_size) + 1
+        return -(-(self.max_window - 1 + AHEAD) // self.page_size) + 1
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks for `num_tokens` tokens, rounded up."""
         return -(-num_tokens // self.page_size)
 
-    def num_pages(self, num_tokens: int) -> int:
-        """Return the maximum pages that a sequence of `num_tokens` holds if it is computed a page at a time."""
-        num_blocks = self.num_blocks(num_tokens)
+    @property
+    def releases_pages(self) -> bool:
+        """True if running sequences release pages."""
+        return bool(self.sliding) or self.sparsity is not None
+
+    def num_pages(self, num_tokens: int, num_prompt: int | None = None) -> int:
+        """Return the maximum pages that a sequence of `num_tokens` holds if it is computed a page at a time.
+
+        `num_prompt` is its number of prompt tokens, which see all others; None for all.
+        """
+        num_blocks = num_full = self.num_blocks(num_tokens)
+        if self.sparsity is not None and num_prompt is not None:
+            num_full = self.sparsity.held_pages(num_tokens, num_prompt)
         if not self.sliding:
-            return num_blocks * self.size
-        return num_blocks * len(self.full) + min(num_blocks, self.num_held_blocks) * len(self.sliding)
+            return num_full * self.size
+        return num_full * len(self.full) + min(num_blocks, self.num_held_blocks) * len(self.sliding)
+
+    def num_decoding_pages(self, num_tokens: int) -> int:
+        """Return the pages that a sequence of `num_tokens` holds while it samples, after a prompt of nearly all."""
+        num_pages = self.num_pages(num_tokens)
+        if self.sparsity is None or not self.sparsity.hides_pages:
+            return num_pages
+        return num_pages - max(self.num_blocks(num_tokens) - self.sparsity.num_pages - 1, 0) * len(self.full)
+
+    def num_shareable(self, num_tokens: int, num_prompt: int) -> int:
+        """Return how many of a sequence's first `num_tokens` tokens have keys and values that others can use."""
+        return num_tokens if self.sparsity is None else min(num_tokens, num_prompt)
+
+    def row_end(self, start: int, num_prompt: int) -> int:
+        """Return the index before which a row must end, so that all its tokens see the same keys and values.
+
+        Args:
+            start: index of the row's first token in its sequence.
+            num_prompt: number of prompt tokens.
+        """
+        if self.sparsity is None:
+            return UNLIMITED
+        return num_prompt if start < num_prompt else self.sparsity.row_end(start)
 
     def max_tokens(self, num_pages: int) -> int | None:
-        """Return the maximum number of tokens in a sequence with `num_pages` pages; None if any length fits."""
+        """Return the maximum number of tokens in a sequence with `num_pages` pages; None if any length fits.
+
+        It holds for prompts; outputs may get longer if they release pages.
+        """
         num_blocks = num_pages // self.size
         if self.sliding and num_blocks >= self.num_held_blocks:
             if not self.full:

@@ -24,6 +24,7 @@ from jaxserve.scheduling.kv_cache.group_kinds import (
     GroupKind,
     RecurrentState,
     SlidingWindow,
+    SparseAttention,
     longest_hit,
     pages_seen,
 )
@@ -66,7 +67,7 @@ class PageStore:
         self._in_any_tier: list[Container[bytes]] = [
             InAnyTier(group, cached, transfers) for group, cached in enumerate(self._page_by_hash)
         ]
-        self._full = FullAttention(groups)
+        self._full = FullAttention(groups) if groups.sparsity is None else SparseAttention(groups, groups.sparsity)
         self._first = groups.full[0] if groups.full else 0  # group that `has` looks up
         self._kinds: list[GroupKind] = [self._full]
         self.states: RecurrentState | None = None
@@ -97,7 +98,8 @@ class PageStore:
 
     def _matchable_hashes(self, request: Request) -> list[bytes]:
         """Return the hashes of a request's full pages before its last known token, which must be computed anyway."""
-        return self.hashes(request)[: (request.num_known_tokens - 1) // self.page_size]
+        num_tokens = self._groups.num_shareable(request.num_known_tokens, request.num_prompt_tokens)
+        return self.hashes(request)[: (num_tokens - 1) // self.page_size]
 
     def may_match(self, request: Request, num_blocks: int) -> bool:
         """Return False if a single lookup proves that `match` would find fewer than `num_blocks` blocks."""
@@ -140,9 +142,11 @@ class PageStore:
 
     def _last_hash(self, request: Request, num_blocks: int) -> bytes | None:
         """Return the hash of a request's partly filled page after `num_blocks` blocks; None if it cannot be cached."""
-        num_tokens = num_last_tokens(request)
+        num_tokens = request.num_last_tokens
         if self.states is not None or not (request.shares_last_page or request.num_kept_tokens):
             return None  # state snapshots are taken only after full pages
+        if self._groups.sparsity is not None and num_tokens >= request.num_prompt_tokens:
+            return None  # a row computes the prompt's last token
         if num_tokens // self.page_size != num_blocks or not num_tokens % self.page_size:
             return None
         return self._hashes.last_page(request, num_tokens)
@@ -257,12 +261,12 @@ class PageStore:
         """
         # the last output token may not be computed
         num_certain = request.num_known_tokens - bool(request.output_token_ids)
-        num_tokens = min(request.num_computed_tokens, num_certain)
         # A preempted request's last output token may end a page that is already registered.
-        num_tokens = max(num_tokens, request.num_registered_blocks * self.page_size)
+        num_tokens = max(min(request.num_computed_tokens, num_certain), request.num_registered_blocks * self.page_size)
+        num_tokens = self._groups.num_shareable(num_tokens, request.num_prompt_tokens)
         block, size = num_tokens // self.page_size, self._groups.size
         self.register_blocks(request, block)
-        is_found = (request.shares_last_page or keep) and request not in self.unshared
+        is_found = (request.shares_last_page or keep) and not request.num_hidden_blocks and request not in self.unshared
         if is_found and num_tokens % self.page_size:
             page_hash = self._hashes.last_page(request, num_tokens)
             for group, page in enumerate(request.pages[block * size : (block + 1) * size]):
@@ -271,7 +275,7 @@ class PageStore:
         self.unshared.discard(request)
         self.release(request.pages)
         request.pages = []
-        request.num_released_blocks = request.num_registered_blocks = 0
+        request.num_released_blocks = request.num_registered_blocks = request.num_hidden_blocks = 0
         request.num_kept_tokens = num_tokens if keep else 0
 
     # Lower tiers
@@ -393,6 +397,7 @@ class PageStore:
         They are also stored in the next tier: a crash loses few, and a preempted request leaves few to store.
         """
         first = request.num_registered_blocks
+        stop = self._groups.num_shareable(stop * self.page_size, request.num_prompt_tokens) // self.page_size
         if first >= stop or request in self.unshared:
             return
         pages, size, register, tenant = request.pages, self._groups.size, self.register, request.tenant
@@ -443,8 +448,3 @@ class PageStore:
         if self.states is not None:
             self.states.check_integrity()
         self._transfers.check_integrity(self._pages.in_state(LOADING), self._pages.in_state(STORING), loading)
-
-
-def num_last_tokens(request: Request) -> int:
-    """Return the number of tokens up to which a waiting request's partly filled page may be cached."""
-    return request.num_kept_tokens or request.num_known_tokens - 1

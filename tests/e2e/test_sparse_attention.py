@@ -1,0 +1,149 @@
+"""Output tokens that choose their pages: invariants of the engine, and needles that a constructed model must find."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.errors import ConfigError
+from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import generate, tokens
+
+Start = Callable[..., DrivenEngine]
+
+PAGE_SIZE = SIZES["page_size"]
+QUEST, WHOLE, SUFFICIENT = (SparseAttentionConfig("quest", budget) for budget in (3 * PAGE_SIZE, 64, 60))
+PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=0)
+PREFIX = tokens(20, "prefix")
+PROMPTS = [PREFIX + tokens(count, count) for count in (1, 5, 12)] + [tokens(7, "short")]
+
+
+def logprobs(engine: DrivenEngine, **changes: Any) -> list[Any]:
+    outputs = generate(engine, PROMPTS, PARAMS.clone(changes))
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+def test_what_a_token_sees_depends_only_on_its_sequence(start: Start, tmp_path: Path) -> None:
+    checkpoints.write_checkpoint(tmp_path, "llama", num_hidden_layers=4)  # the first two see all
+    options = {"sparse_attention": QUEST, "model": str(tmp_path)}
+    alone = start(**options)
+    expected = []
+    for prompt in PROMPTS:
+        alone.reset_prefix_cache()
+        [output] = generate(alone, [prompt], PARAMS)
+        expected.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
+    for others in ({}, {"multi_step": 7}, {"max_num_batched_tokens": 7}, {"num_pages": 12}):
+        engine = start(**options | others)
+        for _ in range(2):  # the second time with cached prompts
+            assert logprobs(engine) == expected, others
+    assert engine.stats.num_preemptions
+    assert logprobs(start(**options | {"sparse_attention": None})) != expected
+
+
+def test_a_sufficient_budget_changes_nothing(start: Start) -> None:
+    dense, *others = (logprobs(start(seed=1, sparse_attention=each)) for each in (None, WHOLE, SUFFICIENT))
+    assert others == [dense, dense]
+
+
+NUM_CODES, HEAD_DIM, BASE, FIRST = 40, 128, 1e9, 24  # token codes lie in slowly rotating pairs, from FIRST on
+HIDDEN = 128
+CURRENT, PREVIOUS, CONSTANT = 0, NUM_CODES, 2 * NUM_CODES
+
+
+def write_induction_model(path: Path) -> None:
+    """Write a Llama of four layers: the second copies each token's predecessor, the third finds what followed a token.
+
+    The first and the last do nothing. Codes are one-hot.
+    """
+    codes = np.eye(NUM_CODES, dtype=np.float32)
+    embed = np.zeros((NUM_CODES, HIDDEN), np.float32)
+    embed[:, CURRENT : CURRENT + NUM_CODES] = codes
+    embed[:, CONSTANT] = 1
+    head = np.zeros((NUM_CODES, HIDDEN), np.float32)
+    head[:, CONSTANT + 1 : CONSTANT + 1 + NUM_CODES] = codes
+    arrays = {"model.embed_tokens.weight": embed, "lm_head.weight": head, "model.norm.weight": np.ones(HIDDEN)}
+    frequencies = BASE ** (-np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    slow = FIRST + np.arange(NUM_CODES)
+    for layer in range(4):
+        q, k, v = np.zeros((3, HEAD_DIM, HIDDEN), np.float32)
+        o = np.zeros((HIDDEN, HEAD_DIM), np.float32)
+        if layer == 1:  # all keys are alike; queries are turned back by one position
+            k[: HEAD_DIM // 2, CONSTANT] = 1
+            q[: HEAD_DIM // 2, CONSTANT], q[HEAD_DIM // 2 :, CONSTANT] = np.cos(frequencies), -np.sin(frequencies)
+            q *= 40
+            v[:NUM_CODES, CURRENT : CURRENT + NUM_CODES] = codes
+            o[PREVIOUS : PREVIOUS + NUM_CODES, :NUM_CODES] = codes
+        if layer == 2:
+            q[slow, CURRENT : CURRENT + NUM_CODES] = 100 * codes
+            k[slow, PREVIOUS : PREVIOUS + NUM_CODES] = codes
+            v[:NUM_CODES, CURRENT : CURRENT + NUM_CODES] = codes
+            o[CONSTANT + 1 : CONSTANT + 1 + NUM_CODES, :NUM_CODES] = codes
+        block = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": o}
+        arrays |= {f"model.layers.{layer}.self_attn.{name}.weight": x for name, x in block.items()}
+        sizes = {"gate_proj": (8, HIDDEN), "up_proj": (8, HIDDEN), "down_proj": (HIDDEN, 8)}
+        arrays |= {f"model.layers.{layer}.mlp.{name}.weight": np.zeros(size) for name, size in sizes.items()}
+        norms = ("input_layernorm", "post_attention_layernorm")
+        arrays |= {f"model.layers.{layer}.{name}.weight": np.ones(HIDDEN) for name in norms}
+    save_file({name: np.ascontiguousarray(x, np.float32) for name, x in arrays.items()}, path / "model.safetensors")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": NUM_CODES}
+    config |= {"hidden_size": HIDDEN, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 1}
+    config |= {"num_key_value_heads": 1, "head_dim": HEAD_DIM, "rope_theta": BASE, "max_position_embeddings": 512}
+    config |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "float32", "hidden_act": "silu"}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def needle(seed: int, length: int, needle_len: int) -> tuple[list[int], list[int]]:
+    """Return a prompt of random tokens with a phrase of others somewhere, whose first token it ends with; its rest."""
+    rng = np.random.default_rng(seed)
+    phrase = rng.permutation(needle_len)
+    prompt = rng.integers(needle_len, NUM_CODES, length)
+    start = rng.integers(1, length - needle_len - 1)
+    prompt[start : start + needle_len] = phrase
+    prompt[-1] = phrase[0]
+    return prompt.tolist(), phrase[1:].tolist()
+
+
+def test_needles_are_found_in_a_quarter_of_the_keys(start: Start, tmp_path: Path) -> None:
+    write_induction_model(tmp_path)
+    length, needle_len = 256, 6
+    sizes = {"max_model_len": 272, "num_pages": 20, "max_num_batched_tokens": 64, "model": str(tmp_path)}
+    cases = [needle(seed, length, needle_len) for seed in range(16)]
+    params = SamplingParams(temperature=0, max_tokens=needle_len - 1, ignore_eos=True)
+    found, num_bytes = {}, {}
+    for name, budget in (("dense", None), ("quest", SparseAttentionConfig("quest", length // 4))):
+        engine = start(sparse_attention=budget, page_size=16, **sizes)
+        outputs = [generate(engine, [prompt], params)[0].outputs[0].token_ids for prompt, _ in cases]
+        found[name] = np.mean([np.equal(ids[1:], rest[1:]) for ids, (_, rest) in zip(outputs, cases, strict=True)])
+        num_bytes[name] = engine.replicas[0].step_stats.last_step.kv_bytes
+    assert found["dense"] == 1
+    assert found["quest"] >= 0.9, found
+    in_dense_layers = num_bytes["dense"] / 2  # two of the four layers see all
+    assert num_bytes["quest"] - in_dense_layers <= 0.3 * in_dense_layers, (
+        "the bytes of three pages, one key, and bounds"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"speculative_config": SpeculationConfig("ngram")},
+            "must be in .* with sparse_attention",
+        ),
+        ({"kv_offloading_path": "/tmp"}, "kv_offloading_path must be None with sparse_attention"),
+        ({"kv_eviction": EvictionConfig("streaming_llm", 64)}, "kv_eviction must be None with sparse_attention"),
+    ],
+)
+def test_options_that_contradict_it(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(sparse_attention=QUEST, **options)
