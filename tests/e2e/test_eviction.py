@@ -19,7 +19,7 @@ from jaxserve.offline.llm import LLM
 from jaxserve.scheduling.kv_cache.sparsity import Compaction, Sparsity, Window
 from tests import oracles
 from tests.e2e.sizes import SIZES
-from tests.e2e.workloads import generate, tokens
+from tests.e2e.workloads import assert_same, generate, tokens
 from tests.oracles import has_torch, torch
 
 Start = Callable[..., DrivenEngine]
@@ -148,8 +148,8 @@ def test_preempted_requests_see_the_same_pages(start: Start) -> None:
     eviction, params = EvictionConfig("streaming_llm", 6 * PAGE_SIZE), PARAMS.clone({"max_tokens": 40})
     prompts = [tokens(count, count) for count in (5, 6, 7, 8)]
     engine, few_pages = (start(kv_eviction=eviction, num_pages=num_pages) for num_pages in (28, 14))
-    outputs = [[each.outputs[0].logprobs for each in generate(e, prompts, params)] for e in (engine, few_pages)]
-    assert outputs[0] == outputs[1]
+    for wanted, output in zip(*(generate(each, prompts, params) for each in (engine, few_pages)), strict=True):
+        assert_same(output, wanted)
     assert few_pages.stats.num_preemptions
 
 

@@ -367,6 +367,18 @@ def test_capacity_is_what_whole_pages_hold() -> None:
         assert plan.capacity(length) * pages <= plan.memory.num_pages < (plan.capacity(length) + 1) * pages
 
 
+def test_a_budget_lets_more_requests_sample_at_the_same_time() -> None:
+    sizes = {"max_model_len": 8192}
+    dense = plan_of("llama-3.1-8b", **sizes)
+    for method in ("snapkv", "streaming_llm"):
+        evicting = plan_of("llama-3.1-8b", kv_eviction={"method": method, "budget": 1024}, **sizes)
+        assert evicting.memory == dense.memory, "a prompt is computed with all its keys"
+        assert evicting.num_requests == pytest.approx(dense.num_requests * 512 / 65, rel=0.02)
+        assert evicting.capacity(1024) == dense.capacity(1024)
+    choosing = plan_of("llama-3.1-8b", sparse_attention={"method": "quest", "budget": 1024}, **sizes)
+    assert choosing.memory.page == dense.memory.page * 17 // 16, "a page of 16 tokens has the bounds of its keys"
+
+
 def test_the_capacity_curve_ends_with_the_longest_request() -> None:
     plan = plan_of("llama-3.1-8b", max_model_len=5000)
     curve = capacity_curve(plan)

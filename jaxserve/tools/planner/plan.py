@@ -99,7 +99,7 @@ class Plan:
 
     def capacity(self, num_tokens: int) -> int:
         """Return the number of requests with `num_tokens` tokens that fit in all shards' pools at the same time."""
-        num_pages = self.schedule.kv_groups.num_pages(num_tokens)
+        num_pages = self.schedule.kv_groups.num_decoding_pages(num_tokens)
         return self.schedule.num_data_shards * (self.memory.num_pages // num_pages)
 
 
@@ -211,7 +211,7 @@ def _speed(roofline: Roofline, num_pages: int, prompt_tokens: int, context_token
         batch: additional number of rows.
     """
     schedule = roofline.schedule
-    most = schedule.num_data_shards * (num_pages // schedule.kv_groups.num_pages(context_tokens))
+    most = schedule.num_data_shards * (num_pages // schedule.kv_groups.num_decoding_pages(context_tokens))
     most = min(schedule.max_num_seqs, most)
     rows = sorted({count for count in (*_ROWS, batch, most) if count <= most})
     step_ms = {count: roofline.decode_ms(count, context_tokens) for count in rows}

@@ -142,7 +142,8 @@ class Sizes:
         """Return the sizes that the engine would choose with these options on the target; ConfigError if it refuses."""
         name, arch = read_model(config.model)
         config = resolve_quantization(config, arch)
-        arch = arch.within(config.max_model_len or arch.max_position)
+        max_len = config.max_model_len or arch.max_position
+        arch = arch.within(max_len).with_page_budget(config.page_budget, max_len)
         arch = arch.divided(target.num_devices, config.expert_parallel_size, config.num_data_shards)
         sheet, local = target.sheet, arch.local(target.num_devices)
         dtype = compute_dtype(config, arch, on_cpu=sheet is None)
