@@ -197,7 +197,7 @@ class Lowering:
         return self._lower(make_compact(self.model, layout), layout, self._observed_shapes)
 
     def writers(self) -> dict[str, Lower]:
-        """Return functions that trace and lower the programs that write to slot tables, and compact prompts, by name."""
+        """Return functions that trace and lower the programs that write to slot tables or compact prompts, by name."""
         state, model = self.abstract_state(), self.model
         admissions = admission_layout(self.sizes)
         masks = mask_layout(self.sizes, self.arch.vocab_size)
