@@ -60,6 +60,9 @@ class SlowMover:
         self._before[move.key] = before
         self.moves.append(move)
 
+    def page_s(self):
+        return [0.0] * len(self.num_pages)
+
     def end(self, index, *, ok):
         """End a move, well if it can; return its key and whether it could."""
         move = self.moves.pop(index)

@@ -5,10 +5,11 @@ Their values must match jaxserve's behaviour.
 `python -m jaxserve.api.vllm_options` prints the table as Markdown.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.api.kv_transfer import read_kv_transfer
 from jaxserve.api.schema import SWITCH, FieldType, is_one_of
 from jaxserve.api.vllm_names import ANY_VALUE, OFF, SERVER, SWITCHES, UNSUPPORTED, Row
 from jaxserve.errors import ConfigError, RequestError
@@ -24,6 +25,7 @@ class VllmOption:
         accepts: values that match this behaviour; None accepts every value, as none changes results.
         field: EngineConfig field that takes the value; `accepts` is then ignored.
         switch: EngineConfig field whose value `field` gets if the option is True; if False, `field` keeps its default.
+        read: returns the EngineConfig options that a value means; `accepts` is then ignored.
     """
 
     name: str
@@ -31,6 +33,7 @@ class VllmOption:
     accepts: Sequence[Any] | None = ()
     field: str | None = None
     switch: str | None = None
+    read: Callable[[object], dict[str, Any]] | None = None
 
     @property
     def is_switch(self) -> bool:
@@ -44,6 +47,8 @@ class VllmOption:
             return "False or True"
         if self.field is not None:
             return f"any value of {self.field}"
+        if self.read is not None:
+            return "see there"
         if self.accepts is None:
             return "any"
         if isinstance(self.accepts, range):
@@ -115,7 +120,6 @@ _ENGINE: Sequence[Row] = (
     ("all weights stay on the device", (0,), "cpu_offload_gb"),
     ("num_pages and gpu_memory_utilization size the KV cache", (None,), "kv_cache_memory_bytes"),
     ("every engine can sleep", _BOOLS, "enable_sleep_mode"),
-    ("the KV cache is not transferred", (None,), "kv_transfer_config"),
     ("there are no KV cache events", (None,), "kv_events_config"),
     # Several devices
     ("only tensor and expert parallelism split a model", (1,), "pipeline_parallel_size decode_context_parallel_size"),
@@ -132,6 +136,12 @@ _ENGINE: Sequence[Row] = (
 )
 VLLM_OPTIONS = (
     VllmOption("block_size", "is called page_size", field="page_size"),
+    VllmOption(
+        "kv_transfer_config",
+        "'OffloadingConnector' with cpu_bytes_to_use and a secondary tier of type 'fs' sets kv_offloading_size and "
+        "kv_offloading_path",
+        read=read_kv_transfer,
+    ),
     VllmOption("num_gpu_blocks_override", "is called num_pages", field="num_pages"),
     VllmOption("async_scheduling", "is called step_ahead, which is True by default", field="step_ahead"),
     VllmOption(
@@ -206,7 +216,12 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     }
     for option in (_BY_NAME[name] for name in given if name in _BY_NAME):
         value = given[option.name]
-        if option.field is None:
+        if option.read is not None:
+            meant = option.read(value)
+            if both := sorted(meant.keys() & given.keys()):
+                raise ConfigError(f"{option.name} sets {both[0]}; pass one of them, got both")
+            options |= meant
+        elif option.field is None:
             _check_option(option, value)
         elif option.field in given:
             raise ConfigError(f"{option.name} {option.behaviour}; pass one of them, got both")

@@ -21,7 +21,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.scheduling.request import LOGGED_FIELDS, FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.step_plan import StepChoice, StepShape, Timing
+from jaxserve.scheduling.step_plan import LoadCosts, StepChoice, StepShape, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -124,10 +124,11 @@ def _read_scheduled(choice: Any, program: Any, digest: int, *others: Any) -> Sch
     """Return a `Scheduled` event from its logged fields, in any version's layout."""
     if isinstance(choice, int):  # an older log has the choice's fields side by side
         choice = [choice, *others]
-    max_steps, num_drafts, timing, may_split = StepChoice(*choice)
+    read = StepChoice(*choice)
     if isinstance(program, int):  # an even older log has only the program's tokens
         program = [program]
-    choice = StepChoice(max_steps, num_drafts, Timing(*timing) if timing else None, may_split)
+    timing = Timing(*read.timing) if read.timing else None
+    choice = read._replace(timing=timing, loads=LoadCosts(*read.loads) if read.loads else None)
     return Scheduled(choice, None if program is None else StepShape(*program), digest)
 
 

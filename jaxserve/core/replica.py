@@ -27,13 +27,13 @@ from jaxserve.scheduling.executor_protocol import Executor, StepResult
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.shard_view import ShardView
+from jaxserve.scheduling.step_plan import LoadCosts, StepPlan
 
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
     from jaxserve.api.metrics import EngineStats
     from jaxserve.models.arch import ArchConfig
     from jaxserve.scheduling.kv_cache.transfers import PageMover
-    from jaxserve.scheduling.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +165,8 @@ class Replica:
         choice = self.chooser.choose(now_s, self.in_flight, self._constrained)
         if choice is None:
             return None
+        if self.mover is not None and self.scheduler.num_waiting:
+            choice = choice._replace(loads=self._load_costs(self.mover))
         plan = self.scheduler.schedule(choice)
         self._is_stuck = plan is None
         program = None if plan is None else self.executor.fit(plan.shape)
@@ -282,6 +284,11 @@ class Replica:
             raise RuntimeError("a step has failed on the device, and the pages of running requests are lost")
         logger.warning("a step that no request waited for has failed on the device; its cached pages are lost")
         self.reset_prefix_cache()
+
+    def _load_costs(self, mover: PageMover) -> LoadCosts | None:
+        """Return the measured times of computing and loading a prefix; None before steps were measured."""
+        rates, num_tokens = self.step_stats.step_time.rates(), self.scheduler.max_prompt_tokens
+        return None if rates is None else LoadCosts(rates.step_s(num_tokens, 0) / num_tokens, mover.page_s())
 
     def _count_compiles(self, count: int) -> None:
         """Add the number of programs that a step compiled to the totals; RuntimeError if compiling is forbidden."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,8 @@ Page = Sequence[Leaf]  # contents of a page, by leaf of the pool
 OpenArchive = Callable[[Params], PageArchive]
 
 MAX_UNWRITTEN_PAGES = 1024  # pages that wait for the file; with more, pages are not stored
+NEW_FRACTION = 1 / 16  # weight of the last read in the mean time per read
+HALF_LIFE_S = 20.0  # of the mean time per read while nothing is read
 _counting = threading.Lock()  # held to add to the totals, as several I/O threads have the same ones
 
 
@@ -50,6 +53,9 @@ class Medium(Protocol):
 
     def get(self, key: PageKey, done: Callable[[Page | None], None]) -> None:
         """Begin to read a page; `done` is called with it, or with None if it is lost, possibly on another thread."""
+
+    def page_s(self) -> float:
+        """Return the measured time to read a page; 0 if there is no measurement."""
 
     def delete(self, key: PageKey) -> None:
         """Delete a page."""
@@ -96,6 +102,10 @@ class HostPages:
         page = self._pages.get(key)
         done(page if page and _is_whole(page) else None)
 
+    def page_s(self) -> float:
+        """Return 0: the page is there."""
+        return 0.0
+
     def delete(self, key: PageKey) -> None:
         """Free a page; a copy to another tier may still use it."""
         self._pages.pop(key, None)
@@ -134,6 +144,7 @@ class DiskPages:
         self._unwritten: dict[PageKey, Page] = {}  # pages that wait for the file
         self._reads: deque[Callable[[], None]] = deque()
         self._changes: deque[Callable[[], None]] = deque()
+        self._read_s = self._measured_s = 0.0  # mean time per read; when the last one has ended
         self._io = ThreadPoolExecutor(1, "jaxserve pages")
 
     def new_tier(self) -> StoredPages:
@@ -154,6 +165,10 @@ class DiskPages:
             done(page if _is_whole(page) else None)
         else:
             self._submit(self._reads, lambda: done(self._read(key)))
+
+    def page_s(self) -> float:
+        """Return the mean time of the last reads; without new ones it decays, so that a slow disk is tried again."""
+        return self._read_s * 0.5 ** ((time.monotonic() - self._measured_s) / HALF_LIFE_S)
 
     def delete(self, key: PageKey) -> None:
         """Have the thread delete a page."""
@@ -205,7 +220,10 @@ class DiskPages:
     def _read(self, key: PageKey) -> Page | None:
         """Read a page from the file; return None if it is lost."""
         num_corrupt = self._archive.num_corrupt
+        started_s = time.monotonic()
         content = self._archive.read(key)
+        self._measured_s = time.monotonic()
+        self._read_s += (self._measured_s - started_s - self._read_s) * (NEW_FRACTION if self._read_s else 1)
         with _counting:
             self._stats.num_corrupt_pages += self._archive.num_corrupt - num_corrupt
         return None if content is None else list(_split(content, self._shapes))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,7 @@ class PageMover:
         self._read: deque[tuple[Move, Page | None]] = deque()  # loads whose page was read; None if it is lost
         self._copied: deque[tuple[Move, bool]] = deque()  # copies between media that have ended, and their success
         self._ended: list[EndedMoves] = []
+        self._copy_s = self._measure()
 
     def new_tiers(self) -> list[StoredPages]:
         """Return the scheduler's indices of the media's pages."""
@@ -88,6 +90,25 @@ class PageMover:
                 self._medium(each.source).get(each.content, partial(self._note_read, each))
             else:
                 self._medium(each.source).get(each.content, partial(self._pass_on, each))
+
+    def page_s(self) -> list[float]:
+        """Return the time to load a page from each medium: measured reads, and the copy to the device."""
+        return [medium.page_s() + self._copy_s for medium in self._media]
+
+    def _measure(self) -> float:
+        """Return the time to copy a page to the device, after first runs of both programs; the pool is not changed."""
+        size = MOVED_PAGES[-1]
+        ids, seconds = np.zeros(size, np.int32), 0.0
+        for _ in range(2):
+            state = self._runner.state
+            if state is None:
+                break
+            pages = jax.block_until_ready(self._programs[f"gather_pages {size}"](state.kv_pages, ids))
+            started_s = time.perf_counter()
+            pool = self._programs[f"scatter_pages {size}"](state.kv_pages, ids, pages)
+            self._runner.state = replace(state, kv_pages=jax.block_until_ready(pool))
+            seconds = time.perf_counter() - started_s
+        return seconds / size
 
     def _medium(self, tier: int) -> Medium:
         """Return the medium of a lower tier."""
@@ -158,9 +179,9 @@ class PageMover:
         self._stats.num_loaded_pages += len(read)
 
     def _ids(self, moves: Sequence[Move], size: int) -> NDArray[np.int32]:
-        """Return the device pages of some moves, and ids out of range after them."""
-        none = jax.tree.leaves(self._pool)[0].shape[1]
-        return np.array([move.page for move in moves] + [none] * (size - len(moves)), np.int32)
+        """Return the device pages of some moves, the last one repeatedly."""
+        pages = [move.page for move in moves]
+        return np.array(pages + pages[-1:] * (size - len(pages)), np.int32)
 
     def forget(self) -> None:
         """Forget all moves, after a failure: none of them writes to a device page any more."""

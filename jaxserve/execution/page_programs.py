@@ -7,11 +7,13 @@ so that the device copies it without the host's help.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jaxserve.layers.sharding import over_devices, replicated, specs_of
@@ -62,6 +64,7 @@ def page_programs(pool: Any, mesh: Mesh | None, chip: Chip | None = None) -> dic
 
 def abstract_page(leaf: jax.ShapeDtypeStruct, mesh: Mesh | None, chip: Chip | None = None) -> jax.ShapeDtypeStruct:
     """Return shape, dtype and sharding for a page's part in a pool leaf; see `page_programs`."""
+    page = jax.eval_shape(_to_words, jax.ShapeDtypeStruct(leaf.shape[:1] + leaf.shape[2:], leaf.dtype))
     sharding: Sharding
     if mesh is None:
         device = jax.devices()[0] if chip is None else chip.devices("1x1x1")[0]
@@ -69,22 +72,44 @@ def abstract_page(leaf: jax.ShapeDtypeStruct, mesh: Mesh | None, chip: Chip | No
     else:
         assert isinstance(leaf.sharding, NamedSharding), "a pool that is split has shardings"
         axes = list(leaf.sharding.spec)
-        sharding = NamedSharding(mesh, PartitionSpec(*axes[:1], *axes[2:]), memory_kind=HOST_MEMORY)
-    return jax.ShapeDtypeStruct(leaf.shape[:1] + leaf.shape[2:], leaf.dtype, sharding=sharding)
+        spec = PartitionSpec(*(axes[:1] + axes[2:])[: page.ndim])
+        sharding = NamedSharding(mesh, spec, memory_kind=HOST_MEMORY)
+    return jax.ShapeDtypeStruct(page.shape, page.dtype, sharding=sharding)
 
 
 def _gather(kv_pages: Pages, ids: Int[Array, " E"]) -> tuple[Pages, ...]:
-    """Return copies for some page ids; ids out of range give the last page."""
-    leaves, structure = jax.tree.flatten(kv_pages)
-    copies = [leaf.at[:, ids].get(mode="clip") for leaf in leaves]
-    pages = zip(*(jnp.unstack(copy, axis=1) for copy in copies), strict=True)
-    return tuple(jax.tree.unflatten(structure, page) for page in pages)
+    """Return copies of some pages."""
+
+    def read(index: Array, leaf: Array) -> Array:
+        # A gather along the second axis would make XLA for TPUs copy the pool, and so would another layout of bytes.
+        page = jax.lax.dynamic_index_in_dim(leaf, index, axis=1, keepdims=False)
+        return _to_words(jax.lax.optimization_barrier(page))
+
+    return tuple(jax.tree.map(partial(read, index), kv_pages) for index in jnp.unstack(ids))
 
 
 def _scatter(kv_pages: Pages, ids: Int[Array, " E"], pages: tuple[Pages, ...]) -> Pages:
-    """Write pages, as from `_gather`, to a donated pool and return it; ids out of range are dropped."""
-    contents = jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *pages)
-    return jax.tree.map(lambda x, content: x.at[:, ids].set(content, mode="drop"), kv_pages, contents)
+    """Write pages, as from `_gather`, to a donated pool and return it."""
+
+    def write(index: Array, leaf: Array, content: Array) -> Array:
+        page = _from_words(content, leaf.shape[:1] + leaf.shape[2:], leaf.dtype)
+        return jax.lax.dynamic_update_index_in_dim(leaf, page, index, axis=1)
+
+    for index, page in zip(jnp.unstack(ids), pages, strict=True):
+        kv_pages = jax.tree.map(partial(write, index), kv_pages, page)
+    return kv_pages
+
+
+def _to_words(page: Array) -> Array:
+    """Return a page with bytes as 32-bit words: XLA for TPUs cannot copy bytes to host memory."""
+    if page.dtype.itemsize > 1 or page.ndim < 3 or page.shape[-1] * page.shape[-2] % 4:
+        return page
+    return jax.lax.bitcast_convert_type(page.reshape(*page.shape[:-2], -1, 4), jnp.uint32)
+
+
+def _from_words(page: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Return a page with the given shape and dtype, as it was before `_to_words`."""
+    return page if page.dtype == dtype else jax.lax.bitcast_convert_type(page, dtype).reshape(shape)
 
 
 def _from_host(scatter: Callable[..., Pages]) -> Callable[..., Pages]:

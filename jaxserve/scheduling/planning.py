@@ -63,7 +63,7 @@ class StepPlanner:
 
     def _agree(self, choice: StepChoice) -> StepChoice:
         """Return `choice`, reduced to the steps, drafts and split that every shard with requests can plan."""
-        max_steps, num_drafts, timing, may_split = choice
+        max_steps, num_drafts, may_split = choice.max_steps, choice.num_drafts, choice.may_split
         if max_steps == 1 and not num_drafts and not may_split:
             return choice
         num_steps = self._feasible_steps(max_steps, num_drafts) if num_drafts else 0
@@ -71,7 +71,8 @@ class StepPlanner:
             if num_drafts:  # `max_steps` are rounds: no program may run several steps without drafts for so many rows
                 num_drafts, max_steps = (), 1
             num_steps = self._feasible_steps(max_steps) if max_steps > 1 else 1
-        return StepChoice(max(num_steps, 1), num_drafts, timing, may_split and bool(self._feasible_steps(1)))
+        may_split = may_split and bool(self._feasible_steps(1))
+        return choice._replace(max_steps=max(num_steps, 1), num_drafts=num_drafts, may_split=may_split)
 
     def _feasible_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
         """Return the number of decode steps that one plan of every shard with requests may have; 0 if none.

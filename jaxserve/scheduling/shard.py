@@ -69,6 +69,7 @@ class Shard:
     def add(self, request: Request) -> None:
         """Queue a new request, which fits."""
         self.ledger.enqueue(request)
+        self.starts.arrived(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End an unfinished request, waiting or running."""

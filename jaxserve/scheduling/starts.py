@@ -12,8 +12,9 @@ skip it without a lookup.
 Pages. A newcomer leaves free the pages for the rest of all unfinished prompts, and a block for every other row that can
 grow, so that these rarely lack any.
 
-Tiers. A waiting request with a prefix in a lower tier loads it first, when its turn comes and pages are free; later
-requests continue meanwhile. It starts with the pages cached after all its transfers have ended.
+Tiers. A waiting request with a prefix in a lower tier loads it first: on arrival, if the pages are not needed to start
+all waiting requests, otherwise when its turn comes and pages are free. Later requests continue meanwhile. It starts
+with the pages cached after all its transfers have ended.
 """
 
 from __future__ import annotations
@@ -112,6 +113,11 @@ class StartPlanner:
             else:
                 break
         return started
+
+    def arrived(self, request: Request) -> None:
+        """Begin to load a new request's prefix if lower tiers have it and more pages are free than others need."""
+        if self._ledger.store.has_tiers:
+            self._lacks_pages_to_load(request, self._prompts.num_pages_kept + self._ledger.num_waiting_pages)
 
     def _lacks_pages_to_load(self, request: Request, num_kept: int) -> bool:
         """Begin to load a request's prefix if lower tiers have it; return True if too few pages are free for that.

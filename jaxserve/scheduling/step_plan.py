@@ -29,6 +29,18 @@ class Timing(NamedTuple):
     decode_token_s: float
 
 
+class LoadCosts(NamedTuple):
+    """Measured times that decide whether a prefix in a lower tier is loaded or computed.
+
+    Attributes:
+        token_s: time to compute a prompt token.
+        page_s: time to load a page from each lower tier, the next one first.
+    """
+
+    token_s: float
+    page_s: Sequence[float]
+
+
 class StepChoice(NamedTuple):
     """Limits for the next plan. The sampled tokens do not depend on them.
 
@@ -40,12 +52,14 @@ class StepChoice(NamedTuple):
             before any step was measured.
         may_split: True if a one-step plan without drafts may be split into two programs, so that rows waiting for the
             host (for a grammar's mask) do not delay the others.
+        loads: times that decide which prefixes are loaded; None loads all, as before any step was measured.
     """
 
     max_steps: int = 1
     num_drafts: Sequence[int] = ()
     timing: Timing | None = None
     may_split: bool = False
+    loads: LoadCosts | None = None
 
 
 ONE_STEP = StepChoice()

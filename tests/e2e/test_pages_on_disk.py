@@ -130,10 +130,10 @@ def test_loads_of_an_aborted_request_end_while_the_engine_sleeps(open_engine: Ca
     (expected,) = generate(first, [prompt], GREEDY)
     first.close()
     engine = open_engine()
-    engine.add_request("0", prompt, GREEDY)
-    engine.core.take_events()
     replica, may_read = engine.replicas[0], threading.Event()
     disk_of(engine)._io.submit(may_read.wait)
+    engine.add_request("0", prompt, GREEDY)
+    engine.core.take_events()
     replica.launch(0.0)
     assert replica.scheduler.num_waiting == 1, "it loads its pages"
     engine.abort("0")

@@ -234,13 +234,12 @@ class PageStore:
             assert num_left >= 0, f"page {page} is released more often than retained"
             if num_left:
                 continue
-            state = states[page]
-            if state is CACHED:
-                if self.has_tiers and self._transfers.store(page, content[page]):
-                    states[page] = STORING
-                else:
-                    self.order.add(page, content[page][-1])
-            elif state is COMPUTING:
+            if self.has_tiers and page in content:
+                self._transfers.touch(content[page])
+                self._store_below([page])
+            if states[page] is CACHED:
+                self.order.add(page, content[page][-1])
+            elif states[page] is COMPUTING:
                 self._pages.free(page)
 
     def release_unseen(self, request: Request) -> None:
@@ -294,7 +293,8 @@ class PageStore:
         last = self._last_hash(request, num_blocks)
         if last is not None and all(last in self._in_any_tier[group] for group in range(self._groups.size)):
             wanted += [(num_blocks, group, last) for group in range(self._groups.size)]
-        return wanted if any(page_hash not in self._cached[group] for _, group, page_hash in wanted) else []
+        missing = {block for block, group, page_hash in wanted if page_hash not in self._cached[group]}
+        return wanted if missing and self._transfers.pays(len(missing)) else []
 
     def load(self, request: Request, wanted: Sequence[tuple[int, int, bytes]], num_kept: int) -> bool:
         """Begin to load pages for a waiting request's prefix; False, without a change, unless `num_kept` stay free.
@@ -394,7 +394,7 @@ class PageStore:
     def register_blocks(self, request: Request, stop: int) -> None:
         """Make the pages in a request's blocks before block `stop` findable; all their tokens are known and certain.
 
-        They are also stored in the next tier: a crash loses few, and a preempted request leaves few to store.
+        A copy in the next tier leaves a crash little to lose, and a preemption little to store.
         """
         first = request.num_registered_blocks
         stop = self._groups.num_shareable(stop * self.page_size, request.num_prompt_tokens) // self.page_size

@@ -53,9 +53,13 @@ class StoredPages:
     def delete(self, key: PageKey) -> None:
         del self._stored[key]
 
+    def touch(self, key: PageKey) -> None:
+        """Note that a page is used, if it is stored."""
+        if key in self._stored:
+            self._stored.move_to_end(key)
+
     def load(self, move: int, key: PageKey) -> None:
         """Note that a stored page is read by a move until this has ended."""
-        self._stored.move_to_end(key)
         self._sources[move] = key, self._stored[key]
 
     def store(self, move: int, key: PageKey) -> None:

@@ -6,6 +6,9 @@ events. A move requested while a plan is made runs after that plan's step, which
 loaded, and before later steps. Nobody reuses a device page until its move has ended, because it is written (load) or
 read (store) meanwhile.
 
+A prefix is loaded if that is faster than to compute it, by measured times: a tier that is slower counts as if it had
+no pages, and short prefixes are computed.
+
 A page is stored in the first tier, and copied from each tier to the next one as soon as it has arrived, but only while
 few such copies have not ended. A page that is evicted from a tier is copied if the next one lacks it.
 """
@@ -15,14 +18,18 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from math import ceil
 from typing import NamedTuple, Protocol
 
+from jaxserve.scheduling.kv_cache.groups import KVGroups
 from jaxserve.scheduling.kv_cache.pages import Content
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.step_plan import LoadCosts
 
 DEVICE = 0  # number of the tier in device memory
 NO_PAGE = -1  # page of a move between two lower tiers
+START_S = 0.002  # time until a load begins and its request can start, besides the copies
 MAX_COPIES = 256  # unfinished copies between lower tiers; with more, pages are not copied
 
 
@@ -91,6 +98,9 @@ class PageMover(Protocol):
     def start_moves(self, requested: Requested) -> None:
         """Start the work requested while a plan was made, after the plan's step."""
 
+    def page_s(self) -> list[float]:
+        """Return the measured time to load a page from each lower tier; 0 if none was measured."""
+
     def take_ended(self) -> list[EndedMoves]:
         """Return the moves that have ended since the last call: steps launched from now on may read loaded pages."""
 
@@ -131,6 +141,8 @@ class Transfers:
     def __init__(self, tiers: Sequence[StoredPages] = ()) -> None:
         self.tiers = tiers
         self.loading: dict[tuple[int, bytes], int] = {}
+        self._num_worth = len(tiers)  # the first tiers, which are faster than computing
+        self._min_blocks = 0
         self._keys = count()
         self._by_key: dict[int, Transfer] = {}
         self._by_page: dict[int, Transfer] = {}  # of the device
@@ -141,10 +153,30 @@ class Transfers:
         requested, self._requested = self._requested, Requested([], False, [])
         return requested
 
+    def use_costs(self, costs: LoadCosts | None, groups: KVGroups) -> None:
+        """Choose the tiers from which pages are loaded, and the minimum of blocks; None allows all.
+
+        Args:
+            costs: measured times.
+            groups: KV groups, with a page each in a block.
+        """
+        self._num_worth, self._min_blocks = len(self.tiers), 0
+        if costs is None:
+            return
+        block_s = groups.page_size * costs.token_s
+        gains = [block_s - groups.size * page_s for page_s in costs.page_s]
+        self._num_worth = next((number for number, gain in enumerate(gains) if gain <= 0), len(gains))
+        if self._num_worth:
+            self._min_blocks = ceil(START_S / gains[self._num_worth - 1])
+
+    def pays(self, num_blocks: int) -> bool:
+        """Return whether to load this number of blocks is faster than to compute them."""
+        return num_blocks >= self._min_blocks
+
     def reaches(self, group: int, page_hash: object) -> bool:
-        """Return whether a page can be loaded or is being loaded."""
+        """Return whether a page can be loaded from a tier that is faster than computing, or is being loaded."""
         key = (group, page_hash)
-        return key in self.loading or any(key in tier for tier in self.tiers)
+        return key in self.loading or any(key in tier for tier in self.tiers[: self._num_worth])
 
     def load(self, page: int, content: Content) -> str:
         """Begin to load a page from the first tier that has its content; return the tier's name."""
@@ -160,6 +192,15 @@ class Transfers:
         if not self.tiers or content[:2] in self.tiers[0] or content[:2] in self.loading:
             return False
         return self._copy(DEVICE, page, content)
+
+    def touch(self, content: Content) -> None:
+        """Note that a request has used a page.
+
+        Requests release their pages from the last one to the first. The last pages of a sequence are thus evicted
+        before the first ones, without which they are useless.
+        """
+        for tier in self.tiers:
+            tier.touch(PageKey(*content[:2]))
 
     def _tier(self, number: int) -> StoredPages:
         """Return a lower tier by its number."""

@@ -1,0 +1,65 @@
+"""vLLM's `kv_transfer_config`: an OffloadingConnector means `kv_offloading_size` and `kv_offloading_path`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.api.option_values import read_object
+from jaxserve.api.schema import integer
+from jaxserve.errors import ConfigError
+
+_NAME = "kv_transfer_config"
+_EXTRA = f"kv_connector_extra_config of {_NAME}"
+_TIER = f"a secondary tier of {_NAME}"
+_BYTES = integer(1)
+
+
+def read_kv_transfer(value: object) -> dict[str, Any]:
+    """Return the EngineConfig options that a `kv_transfer_config` means, from a dict or JSON; empty for None.
+
+    Raises:
+        ConfigError: it asks for anything but tiers in host memory and on disk, with pages computed again if they are
+            lost, and the least recently used ones evicted first.
+    """
+    given = read_object(_NAME, value)
+    if not given:
+        return {}
+    extra = read_object("kv_connector_extra_config", given.pop("kv_connector_extra_config", None))
+    _check(
+        _NAME,
+        given,
+        kv_connector=("OffloadingConnector",),
+        kv_role=("kv_both", None),
+        kv_load_failure_policy=("recompute", None),
+        engine_id=None,
+    )
+    if "kv_connector" not in given:
+        raise ConfigError(f"{_NAME} must have a kv_connector, 'OffloadingConnector', got {value!r}")
+    tiers = extra.pop("secondary_tiers", None) or []
+    num_bytes = _BYTES.read(f"cpu_bytes_to_use in {_EXTRA}", extra.pop("cpu_bytes_to_use", None), ConfigError)
+    _check(_EXTRA, extra, eviction_policy=("lru", None), spec_name=("CPUOffloadingSpec", "TieringOffloadingSpec", None))
+    if not isinstance(tiers, Sequence) or not all(isinstance(tier, Mapping) for tier in tiers) or len(tiers) > 1:
+        raise ConfigError(f"secondary_tiers in {_EXTRA} must be a list with at most one dict, got {tiers!r}")
+    options: dict[str, Any] = {"kv_offloading_size": num_bytes / 2**30}
+    for tier in tiers:
+        _check(_TIER, tier, type=("fs",), root_dir=None)
+        if not tier.get("root_dir") or "type" not in tier:
+            raise ConfigError(f"{_TIER} must have type 'fs' and a root_dir, got {dict(tier)!r}")
+        options["kv_offloading_path"] = tier["root_dir"]
+    return options
+
+
+def _check(name: str, given: Mapping[str, Any], **accepted: Sequence[Any] | None) -> None:
+    """Raise ConfigError for an unknown key, or a value that is not accepted.
+
+    Args:
+        name: name for messages.
+        given: values by key.
+        accepted: accepted values by key; None if all are.
+    """
+    for key, value in given.items():
+        if key not in accepted:
+            raise ConfigError(f"{name} has the unsupported key {key!r}; supported keys are {sorted(accepted)}")
+        values = accepted[key]
+        if values is not None and value not in values:
+            wanted = " or ".join(repr(each) for each in values if each is not None)
+            raise ConfigError(f"{key} in {name} must be {wanted}, got {value!r}")
