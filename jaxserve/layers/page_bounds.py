@@ -1,7 +1,7 @@
 """Quest: decoding rows attend to the pages whose keys may score highest, found by bounds of each page's keys.
 
-A page has the minimum and maximum of its keys, by head and element (Quest, Tang et al. 2024). They bound the score of
-every key in the page for a query. A row attends to the pages with the highest bounds, to its first page and to its
+A page has the minimum and the maximum of its keys, by head and element (Quest, Tang et al. 2024). They bound the score
+of every key in the page for a query. A row attends to the pages with the highest bounds, to its first page and to its
 latest one, whose keys are not all written. The kernels read such lists of pages as they are.
 
 Heads share one list per row: a page counts by the head for which it comes closest to that head's best page, so that
@@ -34,8 +34,8 @@ class BoundedPages(NamedTuple):
     """KV pool, and the bounds of the keys in each page."""
 
     pages: Pages
-    bounds: Float[Array, "L N 2 K H"]
-    """Minimum and maximum of a page's keys."""
+    bounds: Float[Array, "L N K limits"]
+    """Maximum of a page's keys, then of its negated keys: a query's scores are bounded by one matmul."""
 
 
 Pool = Pages | BoundedPages
@@ -65,7 +65,7 @@ class BoundedHeads(HeadVectors):
         sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
         pages = super().new_pages(backend, **sizes, dtype=dtype)
         is_wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
-        shape = (num_layers, num_pages, 2, self.num_kv_heads, self.head_dim)
+        shape = (num_layers, num_pages, self.num_kv_heads, 2 * self.head_dim)
         return BoundedPages(pages, jnp.zeros(shape, dtype if is_wide else jnp.bfloat16))
 
     def attend(  # type: ignore[override]  # a pool with bounds
@@ -99,7 +99,7 @@ class BoundedHeads(HeadVectors):
     def _choose(
         self,
         queries: Float[Array, "R Q H"],
-        bounds: Float[Array, "L N 2 K H"],
+        bounds: Float[Array, "L N K limits"],
         layer: Int[Array, ""],
         rows: RaggedRows,
         choosing: Bool[Array, " R"],
@@ -118,28 +118,30 @@ class BoundedHeads(HeadVectors):
         num_kept = self.budget // page_size
         R, M = queries.shape[0], rows.page_table.shape[1]
         table = rows.with_gathered_table().page_table
-        low, high = jnp.moveaxis(bounds.at[layer, table].get(mode="clip").astype(jnp.float32), 2, 0)  # [R, M, K, H]
+        limits = bounds.at[layer, table].get(mode="clip").astype(jnp.float32)  # [R, M, K, 2H]
         q = queries.astype(jnp.float32).reshape(R, self.num_kv_heads, -1, self.head_dim)
-        score = jnp.einsum("rkgh,rmkh->rmkg", jnp.maximum(q, 0), high)
-        score += jnp.einsum("rkgh,rmkh->rmkg", jnp.minimum(q, 0), low)
+        q = jnp.concatenate([jnp.maximum(q, 0), jnp.maximum(-q, 0)], axis=-1)
+        score = jnp.einsum("rkgh,rmkh->rkgm", q, limits)
         column = jnp.arange(M, dtype=jnp.int32)[None, :]
         last = ((rows.kv_lens - 1) // page_size)[:, None]
-        score = jnp.where((column < last)[:, :, None, None], score, np.finfo(np.float32).min)
-        nearest = jnp.max(score - jnp.max(score, axis=1, keepdims=True), axis=(2, 3))
+        score = jnp.where((column < last)[:, None, None, :], score, np.finfo(np.float32).min)
+        nearest = jnp.max(score - jnp.max(score, axis=-1, keepdims=True), axis=(1, 2))
         if self.axis is not None:
             nearest = lax.pmax(nearest, self.axis)
         nearest = jnp.where((column == 0) | (column == last), jnp.inf, jnp.where(column < last, nearest, -jnp.inf))
         _, best = lax.top_k(nearest, num_kept)
-        is_kept = jnp.zeros((R, M), bool).at[jnp.arange(R)[:, None], best].set(True)
-        chosen = jnp.sort(jnp.where(is_kept, column, column + M), axis=1) % M
+        row = jnp.arange(R)[:, None]
+        is_kept = jnp.zeros((R, M), bool).at[row, best].set(True)
+        index = jnp.where(is_kept, jnp.cumsum(is_kept, axis=1, dtype=jnp.int32) - 1, M)  # out of range, dropped
+        chosen = jnp.zeros((R, M), jnp.int32).at[row, index].set(jnp.broadcast_to(column, (R, M)), mode="drop")
         num_skipped = last[:, 0] + 1 - num_kept
         chooses = choosing & (num_skipped > 0) & (layer >= NUM_DENSE_LAYERS)
         return PagesToRead(jnp.where(chooses[:, None], chosen, column), jnp.where(chooses, num_skipped, 0))
 
 
 def _with_keys(
-    bounds: Float[Array, "L N 2 K H"], inputs: AttentionInputs, layer: Int[Array, ""], page_size: int
-) -> Float[Array, "L N 2 K H"]:
+    bounds: Float[Array, "L N K limits"], inputs: AttentionInputs, layer: Int[Array, ""], page_size: int
+) -> Float[Array, "L N K limits"]:
     """Return the bounds with a step's new keys; a page begins with its first token.
 
     Args:
@@ -148,10 +150,7 @@ def _with_keys(
         layer: layer in the pool.
         page_size: tokens per page.
     """
-    keys, num_pages = inputs.k.astype(bounds.dtype), bounds.shape[1]
+    keys, num_pages = jnp.concatenate([inputs.k, -inputs.k], axis=-1).astype(bounds.dtype), bounds.shape[1]
     page, offset = inputs.rows.slot_mapping(keys.shape[0], num_pages=num_pages, page_size=page_size)
     new = jnp.where(offset == 0, page, num_pages)  # out of range, dropped
-    empty = jnp.broadcast_to(jnp.asarray([jnp.inf, -jnp.inf], bounds.dtype)[:, None, None], bounds.shape[2:])
-    bounds = bounds.at[layer, new].set(empty, mode="drop")
-    bounds = bounds.at[layer, page, 0].min(keys, mode="drop")
-    return bounds.at[layer, page, 1].max(keys, mode="drop")
+    return bounds.at[layer, new].set(-jnp.inf, mode="drop").at[layer, page].max(keys, mode="drop")
