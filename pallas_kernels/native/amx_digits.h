@@ -97,7 +97,7 @@ inline void write_byte_tiles(const uint32_t* from, int64_t num_words, uint32_t* 
     prefetch<kVectors>(from, 0);
     const I<16> words = load_words<16>(from);
     for (int c = 0; c < Format::kChunks; ++c, to += kPanelRows) {
-      const I<16> bytes = Format::bytes(words, c, 0);
+      const I<16> bytes = Format::bytes(words, c);
       std::memcpy(to, &bytes, sizeof(bytes));
     }
   }

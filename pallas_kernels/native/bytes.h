@@ -24,8 +24,6 @@
 
 namespace NATIVE_ISA {
 
-constexpr int kChunkColumns = 4;  // columns whose products are added to a lane at once
-
 // Words of a chunk: one of its columns' digits for each of D, and for three an empty one.
 template <int D>
 constexpr int kChunkWords = D == 1 ? 1 : 4;
@@ -33,10 +31,8 @@ constexpr int kChunkWords = D == 1 ? 1 : 4;
 // ProductSums are W lanes of sums, each of the products of four elements of a row with four digits, chunk after chunk.
 //   most_chunks(largest): how many chunks they hold before they must be widened, of elements up to `largest`
 //   kSignedElements: whether elements are signed bytes, else unsigned ones
-//   kElementPlanes: in how many planes elements of 8 bits are multiplied, each with 4 of their bits
 #ifdef NATIVE_BYTE_PAIRS
-// Lanes are pairs of 16 bits, each with two products.
-constexpr int kElementPlanes = 2;
+// Lanes are pairs of 16 bits, each with two products, which elements of 8 bits would overflow.
 constexpr int most_chunks(int largest) { return 32767 / (2 * 128 * largest); }
 template <int W>
 struct Pairs {
@@ -54,7 +50,6 @@ inline I<W> widened(const ProductSums<W>& sums) {
 #endif
 }
 #else
-constexpr int kElementPlanes = 1;
 constexpr int most_chunks(int) { return 1 << 10; }
 template <int W>
 using ProductSums = I<W>;
@@ -145,6 +140,26 @@ inline NATIVE_INLINE void add_products(ProductSums<NATIVE_WIDTH> (&sums)[D][V], 
           : "v"(bytes[v]), "v"(all_digits));
     });
   });
+}
+
+// Add the products of two columns in 16 bits each, of elements and digits.
+template <int D, int V>
+inline NATIVE_INLINE void add_products(I<NATIVE_WIDTH> (&sums)[D][V], const I<NATIVE_WIDTH> (&pairs)[V],
+                                       const int32_t* digits) {
+  unrolled<D>([&](int d) NATIVE_INLINE {
+    const I<NATIVE_WIDTH> all_digits = digits[d] - I<NATIVE_WIDTH>{};
+    unrolled<V>([&](int v) NATIVE_INLINE {
+      I<NATIVE_WIDTH> products;
+      asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"
+          : "+v"(sums[d][v]), "=&v"(products)
+          : "v"(pairs[v]), "v"(all_digits));
+    });
+  });
+}
+
+template <int W>
+inline I<W> widened(const I<W>& sums) {
+  return sums;
 }
 
 #endif

@@ -73,35 +73,61 @@ inline I<4> load_ints(const int32_t* from) {
 
 // A format of words has
 //   kDigits: the digits of an input
-//   kElementColumns, kChunks: the columns and the chunks in a word
-//   kLargest, kPlanes: the largest byte of elements as the processor multiplies them, in so many planes of 4 bits or in one
+//   kElementColumns, kChunks, kChunkColumns: the columns and the chunks in a word, and the columns in a chunk
+//   Products, kMostChunks: sums of products of chunks, and how many chunks they hold
 //   kShift, kZero: what is added to elements to make them such bytes, and the zero point that this makes
 //   kUnit: what elements are multiples of
-//   bytes(words, chunk, plane): the elements of a chunk
+//   bytes(words, chunk): the elements of a chunk
 //   columns(x, chunk): the columns of a chunk in those of a word
 struct Int8Digits {
   using Weight = uint32_t;
   static constexpr int kDigits = 3;
-  static constexpr int kElementColumns = 4, kChunks = 1, kShift = kSignedElements ? 0 : 128, kZero = 0;
-  static constexpr int kPlanes = kElementPlanes, kLargest = kPlanes == 2 ? 15 : 255;
+  static constexpr int kElementColumns = 4, kChunks = 1, kChunkColumns = 4;
+  static constexpr int kShift = kSignedElements ? 0 : 128, kZero = 0;
+  static constexpr int kMostChunks = most_chunks(255);
   static constexpr float kUnit = 1.0f;
+  template <int W>
+  using Products = ProductSums<W>;
 
-  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int, int plane) {
-    const I<NATIVE_WIDTH> elements = kSignedElements ? words : words ^ static_cast<int32_t>(0x80808080);
-    return kPlanes == 1 ? elements : (plane == 0 ? elements : elements >> 4) & 0x0f0f0f0f;
+  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int) {
+    return kSignedElements ? words : words ^ static_cast<int32_t>(0x80808080);
   }
 
   static inline I<4> columns(const int32_t* x, int) { return load_ints(x); }
 };
 
+#ifdef NATIVE_BYTE_PAIRS
+// Int8 with one digit, in 16 bits. The chunks are the even columns of a word and the odd ones.
+struct Int8Pairs {
+  using Weight = uint32_t;
+  static constexpr int kDigits = 1;
+  static constexpr int kElementColumns = 4, kChunks = 2, kChunkColumns = 2, kShift = 0, kZero = 0;
+  static constexpr int kMostChunks = 1 << 10;
+  static constexpr float kUnit = 1.0f;
+  template <int W>
+  using Products = I<W>;
+
+  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int chunk) {
+    using Halves = Pairs<NATIVE_WIDTH>::Vector;
+    const Halves halves = (Halves)words;
+    return (I<NATIVE_WIDTH>)((chunk == 0 ? halves << 8 : halves) >> 8);
+  }
+
+  static inline int32_t digits(const int32_t* x, int chunk) { return (x[chunk] & 0xffff) | x[chunk + 2] << 16; }
+};
+#endif
+
 // The chunks are the even columns of a word and the odd ones.
 struct Int4Digits {
   using Weight = uint32_t;
   static constexpr int kDigits = 3;
-  static constexpr int kElementColumns = 8, kChunks = 2, kShift = 8, kZero = 8, kPlanes = 1, kLargest = 15;
+  static constexpr int kElementColumns = 8, kChunks = 2, kChunkColumns = 4, kShift = 8, kZero = 8;
+  static constexpr int kMostChunks = most_chunks(15);
   static constexpr float kUnit = 1.0f;
+  template <int W>
+  using Products = ProductSums<W>;
 
-  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int chunk, int) {
+  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int chunk) {
     return (chunk == 0 ? words : words >> 4) & 0x0f0f0f0f;
   }
 
@@ -113,12 +139,12 @@ struct Int4Digits {
 
 // Twice an element of e2m1 is an integer from -12 to 12.
 struct Float4Digits : Int4Digits {
-  static constexpr int kShift = 12, kLargest = 24;
+  static constexpr int kShift = 12, kMostChunks = most_chunks(24);
   static constexpr float kUnit = 0.5f;
 
-  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int chunk, int plane) {
+  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int chunk) {
     constexpr uint8_t kShifted[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-    return looked_up<NATIVE_WIDTH>(kShifted, Int4Digits::bytes(words, chunk, plane));
+    return looked_up<NATIVE_WIDTH>(kShifted, Int4Digits::bytes(words, chunk));
   }
 };
 
@@ -127,6 +153,12 @@ template <typename Format>
 struct Int8Inputs : Format {
   static constexpr int kDigits = 1;
 };
+
+#ifdef NATIVE_BYTE_PAIRS
+using RoundedInt8Digits = Int8Pairs;
+#else
+using RoundedInt8Digits = Int8Inputs<Int8Digits>;
+#endif
 
 // Sizes of a matrix's groups of columns: each is some words of a row and some blocks, whose last may be shorter.
 template <typename Format>
@@ -162,9 +194,14 @@ inline I<4> write_chunks(const int32_t* integers, int64_t num_columns, int32_t*&
   I<4> sums = {};
   for (int64_t k = 0; k < num_columns; k += Format::kElementColumns) {
     for (int c = 0; c < Format::kChunks; ++c, to += stride) {
-      const I<4> digits = transposed_bytes(Format::columns(integers + k, c));
-      sums = add_bytes(sums, digits);
-      std::memcpy(to, &digits, Format::kDigits == 1 ? sizeof(int32_t) : sizeof(digits));
+      if constexpr (Format::kChunkColumns == 2) {
+        *to = Format::digits(integers + k, c);
+        sums[0] += integers[k + c] + integers[k + c + 2];
+      } else {
+        const I<4> digits = transposed_bytes(Format::columns(integers + k, c));
+        sums = add_bytes(sums, digits);
+        std::memcpy(to, &digits, Format::kDigits == 1 ? sizeof(int32_t) : sizeof(digits));
+      }
     }
   }
   return sums;
@@ -180,8 +217,9 @@ inline void write_digits(const float* x, int64_t size, int64_t num_chunks, int32
   const float exact = is_finite ? bits_of<float>(largest) / 127.5f : 1.0f, scale = exact == 0 ? 0x1p-23f : exact;
   alignas(64) int32_t integers[kDigitColumns];
   int32_t total = 0;
-  for (int64_t first = 0; first < num_chunks * kChunkColumns; first += kDigitColumns) {
-    const int64_t num_columns = std::min(num_chunks * kChunkColumns - first, kDigitColumns);
+  const int64_t all_columns = num_chunks * Format::kChunkColumns;
+  for (int64_t first = 0; first < all_columns; first += kDigitColumns) {
+    const int64_t num_columns = std::min(all_columns - first, kDigitColumns);
     for (int64_t k = 0; k < num_columns; k += W) {
       const I<W> steps = nearest(load_some<W>(x + first + k, std::max<int64_t>(size - first - k, 0)) / scale);
       const I<W> bounded = steps > 127 ? 127 - I<W>{} : steps;
@@ -209,7 +247,7 @@ inline void write_digits(const float* x, int64_t size, int64_t num_chunks, int32
   // In a sum with 2^7 in each digit, digits are unsigned, and flipping their highest bits takes it away again.
   constexpr int32_t kSevens = 0x808080;
   alignas(64) int32_t all_digits[kDigitColumns];
-  const int64_t num_columns = num_chunks * kChunkColumns;
+  const int64_t num_columns = num_chunks * Format::kChunkColumns;
   for (int64_t k = 0; k < num_columns; k += W) {
     const F<W> scaled = load_some<W>(x + k, std::max<int64_t>(size - k, 0)) * inverse;
     const I<W> digits = (nearest(scaled) + kSevens) ^ kSevens;
@@ -229,14 +267,15 @@ inline void write_digits(const float* x, int64_t size, int64_t num_chunks, int32
 template <typename Format>
 constexpr int vectors_at_once(int num_tokens) {
   int vectors = NATIVE_WIDTH == 16 ? 1 : kVectors;
-  while (vectors > 1 && num_tokens * Format::kDigits * Format::kPlanes * vectors > kDigitSums) vectors /= 2;
+  while (vectors > 1 && num_tokens * Format::kDigits * vectors > kDigitSums) vectors /= 2;
   return vectors;
 }
 
 // Return the tokens of a tile, as many as the registers hold sums of.
 template <typename Format>
 constexpr int max_digit_tokens() {
-  return std::min(16, kDigitSums / (Format::kDigits * Format::kPlanes * (NATIVE_WIDTH == 4 ? 2 : 1)));
+  constexpr int kVectorsAtOnce = NATIVE_WIDTH == 4 || (NATIVE_WIDTH == 8 && Format::kDigits == 1) ? 2 : 1;
+  return std::min(16, kDigitSums / (Format::kDigits * kVectorsAtOnce));
 }
 
 // All tokens cut into tiles, as digits in a buffer of `size(p)` floats.
@@ -321,24 +360,22 @@ inline NATIVE_INLINE void fetch_scales(const LinearProblem& p, int64_t panel, in
 template <typename Format, Source From, int Tokens, int V>
 inline NATIVE_INLINE void add_block(const uint32_t* from, int64_t num_words, const int32_t* digits,
                                     I<NATIVE_WIDTH> (&sums)[Tokens][Format::kDigits][V]) {
-  constexpr int W = NATIVE_WIDTH, D = Format::kDigits, P = Format::kPlanes;
-  constexpr int kSumWords = most_chunks(Format::kLargest) / Format::kChunks;
+  constexpr int W = NATIVE_WIDTH, D = Format::kDigits, kSumWords = Format::kMostChunks / Format::kChunks;
+  using Products = typename Format::template Products<W>;
   for (int64_t first = 0; first < num_words; first += kSumWords) {
-    ProductSums<W> products[P][Tokens][D][V];
-    unrolled_pairs<P, Tokens>([&](int p, int t) NATIVE_INLINE {
-      unrolled_pairs<D, V>([&](int d, int v) NATIVE_INLINE { products[p][t][d][v] = ProductSums<W>{}; });
+    Products products[Tokens][D][V];
+    unrolled<Tokens>([&](int t) NATIVE_INLINE {
+      unrolled_pairs<D, V>([&](int d, int v) NATIVE_INLINE { products[t][d][v] = Products{}; });
     });
     const auto add_word = [&](int64_t element) NATIVE_INLINE {
       I<W> words[V];
       for (int v = 0; v < V; ++v) words[v] = load_words<W>(from + element + v * W);
       fetch<From>(from + element);
       for (int c = 0; c < Format::kChunks; ++c) {
-        unrolled<P>([&](int p) NATIVE_INLINE {
-          I<W> bytes[V];
-          for (int v = 0; v < V; ++v) bytes[v] = Format::bytes(words[v], c, p);
-          unrolled<Tokens>([&](int t) NATIVE_INLINE {
-            add_products<D, V>(products[p][t], bytes, digits + t * kChunkWords<D>);
-          });
+        I<W> bytes[V];
+        for (int v = 0; v < V; ++v) bytes[v] = Format::bytes(words[v], c);
+        unrolled<Tokens>([&](int t) NATIVE_INLINE {
+          add_products<D, V>(products[t], bytes, digits + t * kChunkWords<D>);
         });
         digits += Tokens * kChunkWords<D>;
       }
@@ -349,10 +386,8 @@ inline NATIVE_INLINE void add_block(const uint32_t* from, int64_t num_words, con
       const int64_t end = std::min<int64_t>(first + kSumWords, num_words) * kPanelRows;
       for (int64_t element = first * kPanelRows; element < end; element += kPanelRows) add_word(element);
     }
-    unrolled_pairs<P, Tokens>([&](int p, int t) NATIVE_INLINE {
-      unrolled_pairs<D, V>([&](int d, int v) NATIVE_INLINE {
-        sums[t][d][v] += widened<W>(products[p][t][d][v]) << 4 * p;
-      });
+    unrolled<Tokens>([&](int t) NATIVE_INLINE {
+      unrolled_pairs<D, V>([&](int d, int v) NATIVE_INLINE { sums[t][d][v] += widened<W>(products[t][d][v]); });
     });
   }
 }

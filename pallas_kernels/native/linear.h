@@ -148,7 +148,7 @@ void with_tokens(native::WeightFormat format, InputFormat inputs, const Use& use
     case native::WeightFormat::kBFloat16: return use((TokensForBFloat16*)nullptr);
     case native::WeightFormat::kFloat16: return use((PackedTokens<Floats<Float16>>*)nullptr);
     case native::WeightFormat::kFloat8: return use((PackedTokens<Float8Weights>*)nullptr);
-    case native::WeightFormat::kInt8: return words((TokensForInt8*)nullptr, (DigitTokens<Int8Inputs<Int8Digits>>*)nullptr);
+    case native::WeightFormat::kInt8: return words((TokensForInt8*)nullptr, (DigitTokens<RoundedInt8Digits>*)nullptr);
     case native::WeightFormat::kInt4: return words((TokensForInt4*)nullptr, (DigitTokens<Int8Inputs<Int4Digits>>*)nullptr);
     case native::WeightFormat::kFloat4:
       return words((DigitTokens<Float4Digits>*)nullptr, (DigitTokens<Int8Inputs<Float4Digits>>*)nullptr);
