@@ -3,6 +3,7 @@
 TYPE_CHECKING = False  # importing typing would take longer than installing the interrupt handler
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
+    from jaxserve.api.lora_request import LoRARequest
     from jaxserve.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from jaxserve.api.pooling_outputs import (
         ClassificationOutput,
@@ -34,6 +35,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
+    "LoRARequest",
     "Logprob",
     "PoolingOutput",
     "PoolingParams",
@@ -55,6 +57,7 @@ _OTHER_MODULES = {  # modules by name; `api.pooling_outputs` has all other names
     "ConfigError": "errors",
     "EngineConfig": "api.config",
     "LLM": "offline.llm",
+    "LoRARequest": "api.lora_request",
     "Logprob": "api.outputs",
     "PoolingParams": "api.pooling_params",
     "RequestError": "errors",

@@ -25,6 +25,7 @@ CLASSES = (
     jaxserve.StructuredOutputsParams,
     jaxserve.BeamSearchParams,
     jaxserve.PoolingParams,
+    jaxserve.LoRARequest,
     jaxserve.RequestOutput,
     jaxserve.CompletionOutput,
     jaxserve.BeamSearchSequence,
@@ -135,9 +136,9 @@ def _describe_method(cls: type, node: ast.FunctionDef) -> Iterator[str]:
 
 def _public_methods(cls: type) -> Iterator[ast.FunctionDef]:
     """Yield the definitions of the methods that the reference lists."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(tree, ast.ClassDef)
-    for node in tree.body:
+    owners = [cls, *(base for base in cls.__mro__[1:] if base.__module__.startswith("jaxserve.offline."))]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0] for owner in owners]
+    for node in (node for tree in trees if isinstance(tree, ast.ClassDef) for node in tree.body):
         if isinstance(node, ast.FunctionDef) and not (node.name.startswith("_") or node.name in INTERNAL):
             yield node
 

@@ -107,10 +107,10 @@ def test_unknown_options_are_left_to_the_configuration() -> None:
 
 
 def test_arguments_of_calls() -> None:
-    neutral = {"lora_request": None, "mm_processor_kwargs": None}
+    neutral = {"tokenization_kwargs": None, "mm_processor_kwargs": None}
     check_arguments(neutral, GENERATE_ARGUMENTS)
-    with pytest.raises(RequestError, match=r"^lora_request must be None, got 5: there are no LoRA adapters"):
-        check_arguments({"lora_request": 5}, GENERATE_ARGUMENTS)
+    with pytest.raises(RequestError, match=r"^tokenization_kwargs must be None or {}, got 5: the tokenizer has no"):
+        check_arguments({"tokenization_kwargs": 5}, GENERATE_ARGUMENTS)
     with pytest.raises(RequestError, match=r"^unsupported argument continue_final_message"):
         check_arguments({**neutral, "continue_final_message": False}, GENERATE_ARGUMENTS)
 

@@ -165,6 +165,12 @@ class EngineConfig:
             to 1 GiB, except in a directory that the user has named. With several processes "auto" disables caching.
         speculative_config: speculative decoding: a SpeculationConfig, or its fields under vLLM's names, as a dict or as
             JSON; None drafts no tokens. Outputs stay the model's.
+        enable_lora: serve LoRA adapters, which requests choose; see `LoRARequest`.
+        max_loras: maximum adapters on the devices, in memory allocated at the start. Requests with others wait until a
+            slot has no rows; then the least recently used adapter is replaced, which compiles nothing.
+        max_lora_rank: maximum rank of adapters. Smaller ranks take the same memory and time.
+        max_cpu_loras: maximum adapters in host memory, at least `max_loras`; the least recently used ones beyond are
+            read from their directories again. None keeps all.
         engine_process: run scheduler and model in a separate process; this one keeps tokenizer, texts and HTTP. Steps
             then do not wait for Python code that is busy with other work, but each needs a message between the
             processes. Not in runs over several processes.
@@ -226,6 +232,10 @@ class EngineConfig:
     forbid_compiles: bool = False
     compilation_cache_dir: str | None = "auto"
     speculative_config: str | Mapping[str, Any] | SpeculationConfig | None = None
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
     engine_process: bool = False
     event_log: str | None = None
 
@@ -247,6 +257,7 @@ class EngineConfig:
         _check_combinations(self)
         _check_tiers(self)
         check_sparsity(self)
+        _check_adapters(self)
         _check_devices(self)
 
     @property
@@ -370,6 +381,22 @@ def _check_tiers(config: EngineConfig) -> None:
             raise ConfigError(f"{name} must be {needed!r} with {config.offloading_option}, got {value!r}; drop one")
 
 
+def _check_adapters(config: EngineConfig) -> None:
+    """Raise ConfigError for options about LoRA adapters without `enable_lora`, or that contradict each other."""
+    if not config.enable_lora:
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            if (value := getattr(config, name)) != getattr(EngineConfig, name):
+                raise ConfigError(f"{name} needs enable_lora, got {value!r} without it; drop it, or set enable_lora")
+        return
+    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras must be at least max_loras, got {config.max_cpu_loras} and {config.max_loras}; raise it"
+        )
+    for name in ("enable_dp_attention", "kv_eviction", "sparse_attention"):
+        if value := getattr(config, name):
+            raise ConfigError(f"{name} must be {getattr(EngineConfig, name)} with enable_lora, got {value!r}; drop one")
+
+
 def _check_devices(config: EngineConfig) -> None:
     """Raise ConfigError for numbers of devices and shards that do not divide, or options that shards do not support."""
     if config.tensor_parallel_size % config.expert_parallel_size:
@@ -406,7 +433,9 @@ def _from_text(value: Any) -> Any:
 _FIXED_STEPS = integer(1, MAX_FIXED_STEPS)
 _SIZE = integer(1)
 _PATHS = ("model", "tokenizer", "generation_config", "compilation_cache_dir", "event_log", "kv_offloading_path")
-_OPTIONAL_SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
+_OPTIONAL_SIZES = (
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_cpu_loras"),
+)
 
 
 def quantization_type() -> FieldType:

@@ -60,9 +60,8 @@ ANY_VALUE: Mapping[str, str] = {
         "mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize renderer_num_workers "
         "enable_mm_processor_stats"
     ),
-    "there are no LoRA adapters": (
-        "max_loras max_lora_rank fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules "
-        "enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras "
+    "one program serves any mix of LoRA adapters, whose factors are split as the matrices that they change": (
+        "fully_sharded_loras specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras "
         "max_lora_cls_labels"
     ),
     "recurrent states are float32 and computed by XLA": "mamba_backend mamba_ssu_algorithm mamba_cache_philox_rounds",
@@ -150,7 +149,10 @@ UNSUPPORTED: Sequence[Row] = (
             "io_processor_plugin"
         ),
     ),
-    ("there are no LoRA adapters", UNSET, "default_mm_loras"),
+    ("requests name their LoRA adapters", UNSET, "default_mm_loras"),
+    ("adapters' files decide which modules they change", UNSET, "lora_target_modules"),
+    ("adapters change the language model", OFF, "enable_tower_connector_lora"),
+    ("factors of LoRA adapters have the dtype of the weights", (None, "auto"), "lora_dtype"),
     ("the server reads reasoning; offline it is part of the text", UNSET, "reasoning_parser reasoning_config"),
     ("there are no plug-ins", UNSET, "reasoning_parser_plugin worker_extension_cls additional_config"),
     (
@@ -182,7 +184,6 @@ UNSUPPORTED: Sequence[Row] = (
 
 # The same for vLLM's server.
 SERVER: Sequence[Row] = (
-    ("there are no LoRA adapters", UNSET, "lora_modules"),
     (
         "requests bring chat_template_kwargs",
         (*OFF, {}),

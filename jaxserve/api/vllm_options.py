@@ -93,7 +93,6 @@ _ENGINE: Sequence[Row] = (
     ("scales of a quantised KV cache are per token and head", (False,), "calculate_kv_scales"),
     # Tasks, adapters and other features
     ("runner and convert select the task", ("auto", "generate", None), "task"),
-    ("there are no LoRA adapters", (False,), "enable_lora"),
     ("prompts are text or token ids", (False,), "enable_prompt_embeds"),
     ("prompts are text or token ids", _NONE_OR_EMPTY, "limit_mm_per_prompt mm_processor_kwargs"),
     ("prompts are text or token ids", ("",), "allowed_local_media_path"),
@@ -159,7 +158,6 @@ SERVER_OPTIONS = _options(*SERVER)  # vLLM's server options that are not fields 
 
 
 GENERATE_ARGUMENTS = _options(
-    ("there are no LoRA adapters", (None,), "lora_request"),
     ("the tokenizer has no options", _NONE_OR_EMPTY, "tokenization_kwargs"),
     ("prompts are text or token ids", _NONE_OR_EMPTY, "mm_processor_kwargs"),
 )
@@ -276,6 +274,7 @@ _SHARED = (  # EngineConfig fields with vLLM's name and meaning; None means the 
     "kv_offloading_size",
     *("seed", "runner", "convert", "pooler_config", "hf_overrides", "generation_config", "override_generation_config"),
     *("max_logprobs", "scheduling_policy", "speculative_config", "attention_backend", "linear_backend"),
+    *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
 )
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from jaxserve.assembly.memory import (
     select_backend,
     state_bytes,
 )
-from jaxserve.assembly.parameters import build_meshes, build_params, compute_dtype, copies
+from jaxserve.assembly.parameters import adapter_layout, build_meshes, build_params, compute_dtype, copies
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering
@@ -133,6 +133,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
                 mesh=mesh,
                 proposer=build_proposer(config, arch, schedule, kv_dtype, draft),
                 draft_shapes=array_shapes(draft_params),
+                adapters=adapter_layout(config, arch),
             ),
             directory=directory,
             cache_scope=scope,

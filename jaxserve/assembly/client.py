@@ -31,6 +31,7 @@ from jaxserve.scheduling.wait_estimate import OutputLengths, Wait
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
     from jaxserve.assembly.parameters import Weights
+    from jaxserve.core.adapter_names import AdapterSource, LoadedAdapter
     from jaxserve.core.status import MemoryState
     from jaxserve.execution.roofline import Device
     from jaxserve.models.arch import ArchConfig
@@ -114,6 +115,21 @@ class CoreClient:
     def replace_weights(self) -> None:
         """Serve with the prepared weights."""
         self._call("replace_weights")
+
+    def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
+        """Read a LoRA adapter in the core's process; see `CoreHost.load_adapter`."""
+        tensors = None if source.tensors is None else _on_host(source.tensors)
+        loaded: LoadedAdapter = self._call("load_adapter", source._replace(tensors=tensors))
+        return loaded
+
+    def adapters_in_use(self) -> tuple[set[str], set[str]]:
+        """Return the digests of adapters of running requests, and of waiting ones."""
+        in_use: tuple[set[str], set[str]] = self._call("adapters_in_use")
+        return in_use
+
+    def unload_adapter(self, digest: str) -> None:
+        """Free an adapter's memory in the core's process."""
+        self._call("unload_adapter", digest)
 
     def sleep(self, level: int) -> None:
         """Free the device memory until `wake_up`."""

@@ -42,7 +42,10 @@ SWITCH_INTERVAL_S = 5e-4
 WARM_LOOK_S = 0.1  # time between checks whether all programs are compiled
 MAX_MAKERS = 4  # threads that create constraints
 # calls for which no step must pause
-_FROM_ANY_THREAD = {"wait_until_warm", "peak_rates", "describe_device", "estimate"}
+_FROM_ANY_THREAD = {
+    *("wait_until_warm", "peak_rates", "describe_device", "estimate"),
+    *("load_adapter", "unload_adapter", "adapters_in_use"),
+}
 
 
 class CoreProcess:

@@ -11,6 +11,7 @@ from jaxserve.assembly.device_state import Devices
 from jaxserve.assembly.generation_defaults import build_arch, build_sampling_params, output_limits, resolve_quantization
 from jaxserve.assembly.host import CoreHost
 from jaxserve.assembly.parameters import Weights
+from jaxserve.core.adapter_names import AdapterNames
 from jaxserve.core.core import EngineCore
 from jaxserve.core.events import CacheReset
 from jaxserve.core.frontend import Frontend
@@ -40,6 +41,7 @@ class Engine:
     Attributes:
         config: engine options.
         arch: sizes of the model.
+        adapters: LoRA adapters by name.
         reader: converts user requests into scheduler requests, on any thread.
         frontend: turns requests into events, and deltas into outputs.
         host: core and its devices.
@@ -78,6 +80,7 @@ class Engine:
             self.host = CoreHost(config, self.arch, executors, new_chooser)
         host = self.host
         self.schedule, self.stats = host.schedule, host.stats
+        self.adapters = AdapterNames(host.load_adapter, host.unload_adapter, is_enabled=config.enable_lora)
         self.reader = RequestReader(
             config,
             self.schedule,
@@ -86,6 +89,7 @@ class Engine:
             eos_ids=eos_ids,
             check_fits=host.check_fits,
             is_lock_step=host.peers is not None,
+            adapters=self.adapters,
         )
         self.frontend = Frontend(host.send, host.outbox, self.stats, self.arch.pooler)
 

@@ -15,11 +15,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxserve.api.metrics import EngineStats, Occupancy, PeakRates, StepStats
+from jaxserve.assembly.adapter_store import AdapterStore
 from jaxserve.assembly.build import build_runners, check_sizes, naming_exhaustion
 from jaxserve.assembly.device_state import Devices
 from jaxserve.assembly.lock_step import fail_others, follow, require_same_options
 from jaxserve.assembly.memory import claim_memory
 from jaxserve.assembly.page_tiers import build_movers, check_model
+from jaxserve.assembly.parameters import adapter_layout
 from jaxserve.core.core import EngineCore
 from jaxserve.core.core_thread import POLL_S, CoreThread
 from jaxserve.core.event_log import EventLog, event_to_json
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
     from jaxserve.api.config import EngineConfig
     from jaxserve.assembly.parameters import Weights
+    from jaxserve.core.adapter_names import AdapterSource, LoadedAdapter
     from jaxserve.core.status import MemoryState
     from jaxserve.models.arch import ArchConfig
     from jaxserve.models.params import Params
@@ -81,6 +84,8 @@ class CoreHost:
         if self.peers is not None:
             self.peers.require_free()
             require_same_options(config, self.peers)
+            if config.enable_lora:
+                raise ConfigError("enable_lora must be False in a run of several processes, got True; drop it")
             self.peers.claim()
         if executors is None:
             check_model(config, arch, is_distributed=self.peers is not None)
@@ -102,6 +107,7 @@ class CoreHost:
         self.driver = CoreThread(self.core, lambda: host.close() if (host := own()) is not None else None)
         self.wait_estimator = WaitEstimator(self.core)
         self.check_fits = replicas[0].scheduler.check_fits
+        self._adapters = self._new_store(config, arch)
         self._given: tuple[Weights, Callable[[], Params]] | None = None  # prepared weights
 
     # Steps
@@ -150,6 +156,32 @@ class CoreHost:
         self.core.abort_all()
         for replica in self.core.replicas:
             replica.reset_prefix_cache()
+
+    def _new_store(self, config: EngineConfig, arch: ArchConfig) -> AdapterStore | None:
+        """Return the store of LoRA adapters, from which all runners load them; None if the engine serves none."""
+        layout = adapter_layout(config, arch)
+        runners = [replica.executor for replica in self.core.replicas if isinstance(replica.executor, Runner)]
+        if layout is None or not runners:
+            return None
+        store = AdapterStore(layout, arch, runners[0].mesh, config.max_cpu_loras, self.core.adapters_in_use)
+        for runner in runners:
+            runner.adapter_arrays = store.arrays
+        return store
+
+    def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
+        """Read a LoRA adapter for requests; ConfigError if it does not fit the model. Callable from any thread."""
+        assert self._adapters is not None, "an engine without adapters is asked for none"
+        return self._adapters.load(source)
+
+    def adapters_in_use(self) -> tuple[set[str], set[str]]:
+        """Return the digests of adapters of running requests, and of waiting ones; callable from any thread."""
+        running = {digest for replica in self.core.replicas for digest in list(replica.scheduler.adapters.running)}
+        return running, self.core.adapters_in_use(is_running=False)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Free an adapter's host memory once its requests have ended; callable from any thread."""
+        assert self._adapters is not None, "an engine without adapters is asked for none"
+        self._adapters.unload(digest)
 
     def sleep(self, level: int) -> None:
         """Free the device memory until `wake_up`; see `LLM.sleep`."""

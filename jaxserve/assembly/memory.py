@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax._src import xla_bridge  # jax does not say elsewhere whether its backend runs
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.parameters import adapter_layout
 from jaxserve.errors import ConfigError
 from jaxserve.execution.sampling import LogprobLayout
 from jaxserve.execution.state import new_pool, new_slots, new_states
@@ -172,14 +173,21 @@ def page_bytes(arch: ArchConfig, page_size: int, kv_dtype: jnp.dtype, backend: s
 
 
 def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
-    """Return the slot table and state bytes on a device with the shard `arch`."""
+    """Return the bytes of slot tables, states and adapters on a device with the shard `arch`."""
     seqs, _ = default_batch(config, on_cpu=on_cpu)
     num_bytes = tree_bytes(jax.eval_shape(partial(new_states, arch, seqs + default_snapshots(config, seqs))))
+    num_bytes += adapter_bytes(config, arch, on_cpu=on_cpu)
     if arch.pooler is not None:
         return num_bytes + 4 * seqs * arch.hidden_size
     return num_bytes + tree_bytes(
         jax.eval_shape(partial(new_slots, arch.vocab_size, seqs, config.max_model_len or arch.max_position))
     )
+
+
+def adapter_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
+    """Return the bytes of all LoRA adapters on a device with the shard `arch`."""
+    layout = adapter_layout(config, arch, platform="cpu" if on_cpu else "gpu")
+    return 0 if layout is None else tree_bytes(layout.abstract(arch, None))
 
 
 def state_bytes(arch: ArchConfig) -> int:

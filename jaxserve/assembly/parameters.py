@@ -16,10 +16,11 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.execution.xla_cache import cache_scope
 from jaxserve.layers.sharding import named_sharding, replica_meshes, replicated
-from jaxserve.layers.weight_formats import packed, weight_format
+from jaxserve.layers.weight_formats import packed, plain, weight_format
 from jaxserve.layers.weight_formats.stored import StoredFormat
 from jaxserve.layers.weight_formats.weight_format import FormatChoice
 from jaxserve.models import decoder, registry
+from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
 from jaxserve.weights.rows import Shardings
@@ -249,6 +250,27 @@ def not_packed(
     if config.linear_backend != "auto":
         return f"linear_backend={config.linear_backend!r} leaves them to XLA"
     return packed.unsupported(form, dtype, platform)
+
+
+def adapter_layout(config: EngineConfig, arch: ArchConfig, *, platform: str | None = None) -> AdapterLayout | None:
+    """Return the layout of LoRA adapters on the devices; None if the engine serves none.
+
+    Args:
+        config: engine options.
+        arch: the model.
+        platform: platform of the devices; by default this process's.
+    """
+    if not config.enable_lora:
+        return None
+    platform = platform or jax.default_backend()
+    dtype = matrix_dtype(config, arch, on_cpu=platform == "cpu")
+    return AdapterLayout.from_rank(
+        config.max_loras,
+        config.max_lora_rank,
+        dtype=dtype.name,
+        is_native=not_packed(config, plain.FORMAT, dtype, platform) is None,
+        is_scanned=platform == "tpu" and decoder.can_scan(arch),
+    )
 
 
 def storage_name(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> str:

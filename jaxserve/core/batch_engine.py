@@ -7,6 +7,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.api.lora_request import LoRARequest
 from jaxserve.api.outputs import RequestFailure, RequestOutput
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.sampling_params import SamplingParams
@@ -49,8 +50,17 @@ class BatchEngine(Protocol):
         params: SamplingParams | PoolingParams,
         *,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> object:
-        """Queue a request; its `request_id` must be unique among unfinished ones."""
+        """Queue a request; its `request_id` must be unique among unfinished ones.
+
+        Args:
+            request_id: name of the request.
+            prompt: prompt as text or token ids.
+            params: its parameters.
+            cache_salt: see `RequestReader.read`.
+            adapter: name of a LoRA adapter, given only if it is in the engine's attribute `adapters`.
+        """
 
     def abort(self, request_id: str) -> object:
         """Abort a request if it is unfinished."""
@@ -72,7 +82,7 @@ class OfflineEngine:
     def __init__(self, engine: Engine, threads: EngineThreads) -> None:
         self.config, self.schedule = engine.config, engine.schedule
         self.default_sampling_params = engine.default_sampling_params
-        self.tokenizer = engine.tokenizer
+        self.tokenizer, self.adapters = engine.tokenizer, engine.adapters
         self._engine, self._threads = engine, threads
         self._ended: SimpleQueue[RequestGroup] = SimpleQueue()
         self._unfinished: dict[str, RequestGroup] = {}
@@ -84,9 +94,11 @@ class OfflineEngine:
         params: SamplingParams | PoolingParams,
         *,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Queue a request; RequestError if it cannot be served."""
-        group = self._engine.reader.read(request_id, prompt, params, cache_salt)
+        lora_request = None if adapter is None else LoRARequest(adapter)
+        group = self._engine.reader.read(request_id, prompt, params, cache_salt, lora_request=lora_request)
         self._unfinished[request_id] = group
         try:
             self._threads.submit([group], lambda each: self._ended.put(each) if each.output.finished else None)

@@ -62,6 +62,16 @@ class EngineCore:
         """Number of unfinished requests, according to the events taken."""
         return len(self._requests)
 
+    def adapters_in_use(self, *, is_running: bool = True) -> set[str]:
+        """Return the digests of the adapters of unfinished requests; callable on any thread.
+
+        Args:
+            is_running: True to include running requests, not only waiting ones.
+        """
+        untaken = [request for event in list(self.inbox) if isinstance(event, Submitted) for request in event.requests]
+        unfinished = (*untaken, *list(self._requests.values()))
+        return {each.adapter for each in unfinished if each.adapter and (is_running or each.slot < 0)}
+
     @property
     def num_waiting(self) -> int:
         """Number of requests without pages and slot, new or preempted, in all queues."""

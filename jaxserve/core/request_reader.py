@@ -12,9 +12,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.api.lora_request import LoRARequest
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
+from jaxserve.core.adapter_names import AdapterNames
 from jaxserve.core.grammars import Grammars
 from jaxserve.core.growing_outputs import RequestGroup
 from jaxserve.core.prompt import Prompt, check_bound, outside_vocabulary, prompt_limit, prompt_too_long, read_prompt
@@ -43,6 +45,7 @@ class RequestReader:
         eos_ids: ids that end an output.
         check_fits: raises RequestError for a request that could not finish even by itself.
         is_lock_step: True if other processes run the same steps.
+        adapters: LoRA adapters by name.
 
     Attributes:
         grammars: constraints for structured outputs.
@@ -58,10 +61,12 @@ class RequestReader:
         eos_ids: frozenset[int],
         check_fits: Callable[[Request], None],
         is_lock_step: bool,
+        adapters: AdapterNames,
     ) -> None:
         self._config, self._schedule, self._tokenizer, self._arch = config, schedule, tokenizer, arch
         self.eos_ids, self._check_fits, self._pooler = eos_ids, check_fits, arch.pooler
         self.grammars = Grammars(lambda: tokenizer, arch.vocab_size, eos_ids, is_lock_step=is_lock_step)
+        self._adapters = adapters
         self._seeds = random.Random(config.seed)
         self._arrivals = itertools.count()
         self._has_warned_of_length = False
@@ -75,6 +80,7 @@ class RequestReader:
         tenant: str = "",
         priority: int = 0,
         *,
+        lora_request: LoRARequest | None = None,
         shares_last_page: bool = False,
     ) -> RequestGroup:
         """Check the parameters and read the prompt of a request, without queueing it.
@@ -85,6 +91,7 @@ class RequestReader:
             cache_salt: only requests with the same salt share cached pages.
             tenant: name of the tenant; tenants get equal service.
             priority: class; lower numbers go first.
+            lora_request: LoRA adapter; None for the base model.
             shares_last_page: see `Request`.
 
         Raises:
@@ -99,8 +106,10 @@ class RequestReader:
         self._check(token_ids, params)
         self._check_priority(priority)
         requests = self._expand(request_id, token_ids, params, salt, tenant, priority)
+        adapter, start = self._adapters.resolve(lora_request, token_ids)
         for request in requests:
             request.shares_last_page = shares_last_page
+            request.adapter, request.adapter_start = adapter, start
         _check_some_allowed(requests[0])
         self._check_fits(requests[0])  # its siblings then fit as well, on any replica
         return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)

@@ -41,7 +41,9 @@ MASK_ROWS = 16  # masks per blob
 PAGES = "pages"  # name of the field with page table entries
 
 _INT = np.dtype(np.int32)
-_ADMITTED_COLUMNS = ("start", "num_prompt", "end_position", "position_offset", "cache_offset")
+_ADMITTED_COLUMNS = (
+    *("start", "num_prompt", "end_position", "position_offset", "cache_offset", "adapter", "adapter_start"),
+)
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,8 @@ class Admission:
         position_offset: a token's position minus the number of tokens before it.
         cache_offset: number of cached tokens minus number of tokens, at most 0; 0 in models with windows, which count
             cached tokens.
+        adapter: its adapter's slot; 0 for the base model.
+        adapter_start: first token with the adapter.
         records: words of SAMPLING_RECORD.
         stop_ids: first stop ids; -1 pads.
         new_pages: new page table entries.
@@ -272,6 +276,8 @@ class Admission:
     end_position: Int[Array, " A"]
     position_offset: Int[Array, " A"]
     cache_offset: Int[Array, " A"]
+    adapter: Int[Array, " A"]
+    adapter_start: Int[Array, " A"]
     records: Int[Array, "A words"]
     stop_ids: Int[Array, "A 8"]
     new_pages: PageEntries

@@ -46,6 +46,7 @@ from jaxserve.execution.step import (
 )
 from jaxserve.execution.verification import make_speculative_step
 from jaxserve.layers.sharding import MODEL, over_devices, replicated, specs_of, tensor_size
+from jaxserve.models.adapter_layout import AdapterLayout, set_adapter
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.deviceless import Chip
@@ -74,6 +75,7 @@ class Lowering:
         mesh: mesh over which the model is split; None if the first device holds all of it.
         proposer: proposer for speculative decoding; None without it.
         draft_shapes: shapes, dtypes and shardings of the proposer's parameters.
+        adapters: stacks of LoRA adapters; None without adapters.
         chip: chip to lower for without the hardware; None for attached devices.
     """
 
@@ -87,6 +89,7 @@ class Lowering:
     mesh: Mesh | None = None
     proposer: Proposer | None = None
     draft_shapes: Params = field(default_factory=dict)
+    adapters: AdapterLayout | None = None
     chip: Chip | None = None
 
     @property
@@ -95,7 +98,7 @@ class Lowering:
         arrays = (self.param_shapes, self.abstract_state(), self.draft_shapes)
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), arrays)
         options = (self.backend, self.linear_backend, self.max_steps, self.compiler_options)
-        return self.arch, self.sizes, *options, self.proposer, shapes
+        return self.arch, self.sizes, *options, self.proposer, self.adapters, shapes
 
     @cached_property
     def sizes(self) -> ScheduleConfig:
@@ -121,18 +124,24 @@ class Lowering:
     @cached_property
     def model(self) -> Model:
         """Static parameters of the programs, for one device's shard."""
+        num_adapters = 0 if self.adapters is None else self.adapters.num_slots
         sizes: dict[str, Any] = {"num_devices": self.num_devices, "max_logprobs": self.sizes.max_logprobs}
-        sizes["sparsity"] = self.sizes.sparsity
+        sizes |= {"sparsity": self.sizes.sparsity, "num_adapters": num_adapters}
         return Model.from_arch(self.arch, backend=self.backend, observer=self.observer, **sizes)
 
     def abstract_state(self) -> ServeState:
         """Return shapes and dtypes of the device state; with a mesh, shardings too."""
         options: dict[str, Any] = {"kv_dtype": self.kv_dtype, "backend": self.backend, "new_draft": self._new_draft}
-        return abstract_state(self.arch, self.sizes, mesh=self.mesh, **options)
+        adapters = None if self.adapters is None else self.adapters.abstract(self.arch, self.mesh)
+        return abstract_state(self.arch, self.sizes, mesh=self.mesh, adapters=adapters, **options)
 
     def _new_draft(self) -> Any:
         """Return the proposer's initial state; None without one."""
         return None if self.proposer is None else self.proposer.new_state()
+
+    def _new_adapters(self) -> Any:
+        """Return empty stacks of adapters on a device; None without adapters."""
+        return None if self.adapters is None else self.adapters.new(self.arch, self.mesh)
 
     def new_state(self) -> jax.stages.Lowered:
         """Trace and lower the program that allocates an empty state on the devices."""
@@ -143,6 +152,7 @@ class Lowering:
             kv_dtype=self.kv_dtype,
             backend=self.backend,
             new_draft=self._new_draft,
+            new_adapters=self._new_adapters,
         )
         if self.mesh is not None:
             program = over_devices(program, self.mesh, (), specs_of(self.abstract_state()))
@@ -211,15 +221,18 @@ class Lowering:
             return partial(self._trace, program, args, donated=0)
 
         index, blob, words = (self._operand(shape, jnp.int32) for shape in ((), (admissions.size,), (masks.size,)))
-        admit = writer(make_admit(admissions, self.proposer), state, blob)
+        admit = {"admit": writer(make_admit(admissions, self.proposer), state, blob)}
+        if self.adapters is not None:
+            new = self.adapters.abstract(self.arch, self.mesh, num_slots=1)
+            admit["set_adapter"] = writer(set_adapter, state.adapters, index, new)
         if self.arch.pooler is not None:
-            return {"admit": admit}
+            return admit
         copies = self._operand((2, num_copies(self.sizes)), jnp.int32)
         copy = partial(copy_pages, axis=model.arch.token_axis)
         layout = CompactionLayout.from_config(self.sizes)
         compact: dict[str, Lower] = {} if layout is None else {"compact": partial(self._compaction, layout)}
         return compact | {
-            "admit": admit,
+            **admit,
             "copy_pages": writer(copy, state.kv_pages, copies),
             "set_slot": writer(make_set_slot(model.split), state, index, row),
             "set_masks": writer(make_set_masks(model, masks), state.slots.allowed, words),

@@ -161,6 +161,7 @@ class BatchPacker:
                 to["start"][row] = start_of[request]
                 to["num_prompt"][row] = request.num_prompt_tokens
                 to["end_position"][row] = request.max_total_tokens
+                to["adapter"][row], to["adapter_start"][row] = request.adapter_slot, request.adapter_start
                 stop_ids = sorted(request.stop_ids)[:ADMITTED_STOP_IDS]
                 to["stop_ids"][row, : len(stop_ids)] = stop_ids
             to["records"][: len(now)] = pack_records(now)

@@ -25,7 +25,10 @@ Compiled = Any  # jax.stages.Compiled
 Shapes = Sequence[StepShape]
 
 # programs that allocate the state or write to it
-_WRITERS = ("new_state", "admit", "copy_pages", "set_slot", "set_masks", "gather_pages", "scatter_pages")
+_WRITERS = (
+    *("new_state", "admit", "set_adapter", "copy_pages", "set_slot", "set_masks"),
+    *("gather_pages", "scatter_pages"),
+)
 _POLL_S = 0.01
 _REPORT_S = 5.0  # time between log lines while the caller waits
 # A short run compiles nothing in the background: it would not use it, and exit waits for running compilations.

@@ -39,9 +39,10 @@ from jaxserve.execution.sampling import (
 from jaxserve.execution.shard_rows import ShardRows
 from jaxserve.execution.state import CLIPPED, ServeState, set_pages
 from jaxserve.layers.state_forms import StateRows
-from jaxserve.layers.token_context import TokenContext
+from jaxserve.layers.token_context import TokenAdapters, TokenContext
 from jaxserve.layers.token_exchange import all_tokens
 from jaxserve.models import decoder
+from jaxserve.models.adapter_layout import with_adapters
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.target import target_platform
@@ -93,6 +94,7 @@ class Model:
         split: logits layout over devices; None if they are whole.
         observer: proposer that observes all steps; None without one.
         sparsity: rule by which output tokens see fewer keys and values; None if they see all.
+        num_adapters: adapters in the state's stacks.
     """
 
     arch: ArchConfig
@@ -101,6 +103,7 @@ class Model:
     split: VocabSplit | None = None
     observer: Observer | None = None
     sparsity: Sparsity | None = None
+    num_adapters: int = 0
 
     @staticmethod
     def from_arch(
@@ -111,11 +114,12 @@ class Model:
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         observer: Observer | None = None,
         sparsity: Sparsity | None = None,
+        num_adapters: int = 0,
     ) -> Model:
         """Return the static parameters of steps for `arch`: for one of `num_devices` shards of it, in a shard_map."""
         local, layout = arch.local(num_devices), LogprobLayout.from_sizes(max_logprobs, arch.vocab_size)
         split = VocabSplit(local.vocab_axis, num_devices, arch.vocab_size) if local.vocab_axis else None
-        return Model(local, backend, layout, split, observer, sparsity)
+        return Model(local, backend, layout, split, observer, sparsity, num_adapters)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -287,8 +291,19 @@ def run_model(
         model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows, choosing=choosing
     )
     slot = rows.slot.at[tokens.row].get(**CLIPPED)
+    adapters = None
+    if state.adapters is not None:
+        adapter = state.sequences.adapter(slot, tokens.history)
+        adapters = TokenAdapters.from_slots(jnp.where(tokens.live, adapter, 0), model.num_adapters)
     context = TokenContext(
-        tokens.position, attention, tokens.row, slot, live, state.expert_tokens, num_live=rows.cu_q_lens[-1]
+        tokens.position,
+        attention,
+        tokens.row,
+        slot,
+        live,
+        state.expert_tokens,
+        num_live=rows.cu_q_lens[-1],
+        adapters=adapters,
     )
     needs_all = None
     can_leave_out = model.can_leave_out_tokens and state.expert_tokens is None  # tokens are counted in all layers
@@ -296,7 +311,7 @@ def run_model(
         context = dataclasses.replace(context, last=groups[0].last_tokens()[1])
         needs_all = None if last_only is True else ~last_only
     hidden, features, context = decoder.forward_with_features(
-        params, arch, tokens.token_ids, context, model.feature_layers, needs_all
+        with_adapters(params, state.adapters), arch, tokens.token_ids, context, model.feature_layers, needs_all
     )
     attention = PagedAttention.after(context)
     if shards is not None:

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,6 +115,7 @@ class Runner:
         draft_params: proposer parameters.
         packer: converts plans to arrays.
         param_shapes: shapes, dtypes and shardings that weights must have.
+        adapter_arrays: function that returns an adapter's host arrays, given its digest.
     """
 
     def __init__(self, programs: Programs, params: Params, draft_params: Params, *, seed: int = 0) -> None:
@@ -123,6 +124,7 @@ class Runner:
         self.arch, self.schedule, self.mesh = arch, schedule, mesh = lowering.arch, lowering.schedule, lowering.mesh
         self.param_shapes, self._draft_shapes = lowering.param_shapes, lowering.draft_shapes
         self.packer = BatchPacker(schedule, seed, arch.vocab_size)
+        self.adapter_arrays: Callable[[str], Params] = _no_adapters
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
         self._logprob_layout = lowering.model.logprobs
         # XLA's CPU client allows 32 programs in flight per device. Beyond that, it starts a step on some devices and
@@ -199,6 +201,8 @@ class Runner:
         params: Any = both if plan.num_drafts else observed
         for blob in upload.compactions:
             self.state, _ = self.programs.writers["compact"](observed, self.state, blob)
+        for slot, digest in plan.adapter_loads:
+            self._load_adapter(slot, digest)
         for blob in upload.admissions:
             self.state = self.programs.writers["admit"](self.state, blob)
         for slot, row in upload.slot_rows:
@@ -234,6 +238,15 @@ class Runner:
         step.start_download()
         return compile_counter.count - compiles
 
+    def _load_adapter(self, slot: int, digest: str) -> None:
+        """Write an adapter to its slot, from 1 on. Only the stacks of adapters pass through the program."""
+        assert self.state is not None, "a state that sleeps gets no adapters"
+        arrays = self.adapter_arrays(digest)
+        stacks = self.programs.writers["set_adapter"](self.state.adapters, np.int32(slot - 1), arrays)
+        self.state = dataclasses.replace(self.state, adapters=stacks)
+        if self._one_at_a_time:
+            jax.block_until_ready(stacks)
+
     def _set_masks(self, blobs: Iterable[NDArray[np.int32]]) -> None:
         """Write blobs of allowed-token masks to the state. Only the mask array passes through the program."""
         for blob in blobs:
@@ -246,6 +259,11 @@ class Runner:
         """Return the state after the page copies in a blob. Only the pool passes through the program."""
         assert state is not None, "a state that sleeps has no pages"
         return dataclasses.replace(state, kv_pages=self.programs.writers["copy_pages"](state.kv_pages, blob))
+
+
+def _no_adapters(digest: str) -> Params:
+    """Raise an error: nobody has given the runner adapters."""
+    raise AssertionError(f"there are no adapters, got {digest}")
 
 
 def array_shapes(params: Params) -> Params:

@@ -58,16 +58,16 @@ class Sequences:
 
     Attributes:
         length: number of tokens computed so far.
-        admitted: four values per slot, set by its admission: the `length` at which the sequence ends, position minus
-            `length`, number of cached tokens minus `length` (see `Lengths`), and number of prompt tokens. One array,
-            because each array costs a microsecond per dispatch.
+        admitted: values per slot, set by its admission: the `length` at which the sequence ends, position minus
+            `length`, number of cached tokens minus `length` (see `Lengths`), number of prompt tokens, the adapter's
+            slot, and the first token with the adapter. One array, because each array costs a microsecond per dispatch.
         stopped: True after the sequence has ended.
         page_table: up to M pages in each of G KV groups; row `slot * G + g` belongs to group g.
         records: packed sampling parameters, with the fields of SAMPLING_RECORD.
     """
 
     length: Int[Array, " S"]
-    admitted: Int[Array, "4 S"]
+    admitted: Int[Array, "6 S"]
     stopped: Bool[Array, " S"]
     page_table: Int[Array, "SG M"]
     records: Int[Array, "S words"]
@@ -91,6 +91,11 @@ class Sequences:
         """Return the number of prompt tokens of some sequences."""
         return self.admitted.at[3, slot].get(**CLIPPED)
 
+    def adapter(self, slot: Int[Array, " T"], history: Int[Array, " T"]) -> Int[Array, " T"]:
+        """Return the adapter slots of some sequences' tokens, given their indices; 0 for the base model."""
+        adapter, start = (self.admitted.at[row, slot].get(**CLIPPED) for row in (4, 5))
+        return jnp.where(history >= start, adapter, 0)
+
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @jax.tree_util.register_dataclass
@@ -105,6 +110,7 @@ class ServeState:
     draft: Any = None  # state of the proposer; None without one
     pooled: Float[Array, "S D"] | None = None  # sums over earlier prompt chunks: see `pooling_program.pool`
     expert_tokens: Int[Array, "L E"] | None = None  # tokens per expert in the last step; None if not counted
+    adapters: Any = None  # stacked factors of LoRA adapters: see `AdapterLayout`; None without adapters
 
 
 def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Any:
@@ -138,7 +144,7 @@ def new_sequences(schedule: ScheduleConfig) -> Sequences:
     S = schedule.max_num_seqs
     return Sequences(
         length=jnp.zeros(S, jnp.int32),
-        admitted=jnp.zeros((4, S), jnp.int32),
+        admitted=jnp.zeros((6, S), jnp.int32),
         stopped=jnp.ones(S, bool),
         page_table=jnp.zeros((S * schedule.kv_groups.size, schedule.max_pages_per_row), jnp.int32),
         records=jnp.zeros((S, RECORD_WORDS), jnp.int32),
@@ -152,6 +158,7 @@ def new_state(
     kv_dtype: DTypeLike,
     backend: str,
     new_draft: Callable[[], Any] = lambda: None,
+    new_adapters: Callable[[], Any] = lambda: None,
 ) -> ServeState:
     """Return the state before the first step: an empty pool, and slots whose rows compute nothing.
 
@@ -161,6 +168,7 @@ def new_state(
         kv_dtype: pool dtype.
         backend: attention backend.
         new_draft: returns the initial state of a proposer.
+        new_adapters: returns the initial stacks of adapters.
     """
     counts = None
     if schedule.count_expert_tokens and arch.experts is not None:
@@ -170,10 +178,11 @@ def new_state(
     sequences, S = new_sequences(schedule), schedule.max_num_seqs
     if (pooler := arch.pooler) is None:
         slots = new_slots(arch.vocab_size, S, schedule.max_model_len)
-        return ServeState(pool, sequences, slots, states, draft=new_draft(), expert_tokens=counts)
+        own = {"draft": new_draft(), "adapters": new_adapters()}
+        return ServeState(pool, sequences, slots, states, expert_tokens=counts, **own)
     kept = None if pooler.kind is PoolingKind.LAST else jnp.zeros((S, arch.hidden_size))
     slots = new_slots(1, S, 1)  # nothing reads them
-    return ServeState(pool, sequences, slots, states, pooled=kept, expert_tokens=counts)
+    return ServeState(pool, sequences, slots, states, pooled=kept, expert_tokens=counts, adapters=new_adapters())
 
 
 def abstract_state(
@@ -184,11 +193,13 @@ def abstract_state(
     backend: str,
     mesh: Mesh | None = None,
     new_draft: Callable[[], Any] = lambda: None,
+    adapters: Any = None,
 ) -> ServeState:
     """Return shapes and dtypes of the state; with a mesh, shardings too.
 
     The pool is split by KV heads, recurrent states by their heads, token counts and masks by the vocabulary; a
-    proposer's state is replicated. Data-parallel attention shards have separate pages.
+    proposer's state is replicated. Data-parallel attention shards have separate pages. `adapters` are the shapes of the
+    adapters' stacks.
     """
 
     def shapes(arch: ArchConfig, schedule: ScheduleConfig = schedule) -> ServeState:
@@ -196,7 +207,7 @@ def abstract_state(
         return jax.eval_shape(make)
 
     if mesh is None:
-        return shapes(arch)
+        return dataclasses.replace(shapes(arch), adapters=adapters)
     local = arch.local(tensor_size(mesh))
     # A backend may pad each device's heads, so global shapes follow from one device's.
     larger: dict[MeshAxes, Any] = {
@@ -204,7 +215,7 @@ def abstract_state(
         MODEL: shapes(dataclasses.replace(local, vocab_size=MANY * local.vocab_size)),
         DATA: shapes(local, dataclasses.replace(schedule, num_pages=MANY * schedule.num_pages)),
     }
-    return joined(mesh, shapes(local), larger)
+    return dataclasses.replace(joined(mesh, shapes(local), larger), adapters=adapters)
 
 
 def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:

@@ -174,7 +174,8 @@ def make_admit(layout: BlobLayout, proposer: Proposer | None = None) -> Admit:
         padding = ((0, 0), (0, MAX_STOP_IDS - ADMITTED_STOP_IDS))
         stop_ids = jnp.pad(new.stop_ids, padding, constant_values=-1)
         ends = new.end_position - new.position_offset
-        numbers = jnp.stack([ends, new.position_offset, new.cache_offset, new.num_prompt])
+        columns = ends, new.position_offset, new.cache_offset, new.num_prompt, new.adapter, new.adapter_start
+        numbers = jnp.stack(columns)
         sequences = dataclasses.replace(
             sequences,
             length=sequences.length.at[new.slot].set(new.start, mode="drop"),

@@ -282,8 +282,10 @@ class Fleet:
         params: SamplingParams | PoolingParams,
         *,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> None:
-        """Queue a request; `request_id` must be unique among unfinished ones."""
+        """Queue a request; `request_id` must be unique among unfinished ones. A fleet has no LoRA adapters."""
+        assert adapter is None, "requests name only adapters that an engine has"
         job = _Job(request_id, NewRequest(request_id, prompt, params, cache_salt))
         self._jobs[request_id] = self._queue[request_id] = job
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.norm import Norm
 from jaxserve.layers.stored_rows import StoredRows, multiply_by_slabs
-from jaxserve.layers.token_context import TokenContext
+from jaxserve.layers.token_context import TokenAdapters, TokenContext
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 from jaxserve.pallas_kernels.narrow_floats import is_narrow
 
@@ -25,14 +25,35 @@ _MIN_TILE, _MAX_TILE = 8, 512  # rows; larger tiles dequantise a matrix less oft
 MeshAxes = str | tuple[str, ...]
 
 
+class TokenTerm(NamedTuple):
+    """Term that adapted tokens add to a matmul's outputs; the others' outputs keep all bits, such as a zero's sign.
+
+    Attributes:
+        values: terms; arbitrary for other tokens.
+        adapters: the tokens' adapters.
+    """
+
+    values: Float[Array, "T out"]
+    adapters: TokenAdapters
+
+    def added_to(self, y: Float[Array, "T out"]) -> Float[Array, "T out"]:
+        """Return y with the terms."""
+        return self.select(y + self.values, y)
+
+    def select(self, adapted: Float[Array, "T out"], others: Float[Array, "T out"]) -> Float[Array, "T out"]:
+        """Return the outputs `adapted` for adapted tokens, and `others` for the others."""
+        return jnp.where(self.adapters.is_adapted[:, None], adapted, others)
+
+
 class LinearContext(NamedTuple):
-    """Linear layer around a matrix W: `activation(norm(x) @ W.T + bias) + residual`.
+    """Linear layer around a matrix W: `activation(norm(x) @ W.T + term + bias) + residual`.
 
     The matrix multiplies, `reduce` sums over devices, and `finish` does the rest; kernels may fuse all of them.
 
     Attributes:
         tokens: tokens by row of x, None outside layers; matrices that add per-token terms need them, as adapters do.
         norm: norm applied to x.
+        term: term of some tokens, on each device, as adapters add; None without it.
         bias: bias, for grouped matrices [groups, out].
         activation: function applied after the bias.
         residual: residual stream.
@@ -44,6 +65,7 @@ class LinearContext(NamedTuple):
 
     tokens: TokenContext | None = None
     norm: Norm | None = None
+    term: TokenTerm | None = None
     bias: Float[Array, "*groups out"] | None = None
     activation: Callable[[Array], Array] | None = None
     residual: Float[Array, "T outputs"] | None = None
@@ -97,6 +119,7 @@ class Matrix(ABC):
     def linear(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T outputs"]:
         """Return the layer's output, including norm, bias, activation and residual; fused kernels override this."""
         y = self.multiply(context.norm(x) if context.norm else x, context)
+        y = y if context.term is None else context.term.added_to(y)
         return context.finish(context.reduce(y.astype(context.dtype)))
 
     def multiply_groups(
@@ -303,7 +326,7 @@ def linear(
 ) -> Float[Array, "T outputs"]:
     """Return `activation(norm(x) @ weight.T + bias) + residual`, accumulated in float32; see `LinearContext`."""
     num_live = num_live if tokens is None else tokens.num_live
-    context = LinearContext(tokens, norm, bias, activation, residual, dtype or x.dtype, axis, num_live=num_live)
+    context = LinearContext(tokens, norm, None, bias, activation, residual, dtype or x.dtype, axis, num_live=num_live)
     return as_matrix(weight).linear(x, context)
 
 

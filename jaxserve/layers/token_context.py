@@ -112,10 +112,65 @@ class NarrowingAttention(Attention):
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class TokenAdapters:
+    """Adapters of tokens, and the tokens' order by adapter.
+
+    Attributes:
+        slot: adapter per token: 0 for the base model, otherwise 1 + its index in the stacks.
+        order: tokens in the order of their adapters; tokens without one come last.
+        rank_of: index of each token in `order`.
+        group_sizes: number of tokens per adapter, without the base model.
+    """
+
+    slot: Int[Array, " T"]
+    order: Int[Array, " T"]
+    rank_of: Int[Array, " T"]
+    group_sizes: Int[Array, " S"]
+
+    @classmethod
+    def from_slots(cls, slot: Int[Array, " T"], num_slots: int) -> Self:
+        """Return the adapters of tokens whose adapter slots are `slot`, among `num_slots` adapters."""
+        order = jnp.argsort(jnp.where(slot > 0, slot, num_slots + 1)).astype(jnp.int32)
+        rank_of = jnp.zeros_like(order).at[order].set(jnp.arange(len(slot), dtype=jnp.int32))
+        is_own = slot[:, None] == 1 + jnp.arange(num_slots, dtype=jnp.int32)[None]
+        return cls(slot, order, rank_of, jnp.sum(is_own, axis=0, dtype=jnp.int32))
+
+    @property
+    def num_slots(self) -> int:
+        """Number of adapters, S."""
+        return self.group_sizes.shape[0]
+
+    @property
+    def is_adapted(self) -> Bool[Array, " T"]:
+        """Mask of tokens with an adapter."""
+        return self.slot > 0
+
+    @property
+    def num_adapted(self) -> Int[Array, ""]:
+        """Number of tokens with an adapter, which `order` has first."""
+        return jnp.sum(self.group_sizes)
+
+    @property
+    def others_first(self) -> Int[Array, " T"]:
+        """Tokens in an order that begins with those without an adapter."""
+        return jnp.roll(self.order, -self.num_adapted)
+
+    @property
+    def rank_among_others(self) -> Int[Array, " T"]:
+        """Index of each token in `others_first`."""
+        return (self.rank_of - self.num_adapted) % len(self.rank_of)
+
+    @property
+    def has_adapted(self) -> Bool[Array, ""]:
+        """True if any token has an adapter."""
+        return self.num_adapted > 0
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TokenContext:
     """Tokens in a forward pass, their rows, and the state that layers leave to later ones.
-
-    The index of each token's adapter would be one more array by token, which `select` takes too.
 
     Attributes:
         position: positions.
@@ -128,6 +183,7 @@ class TokenContext:
         num_live: number of tokens before all padding; kernels may compute only these. None if all may be live.
         last: index of each row's last token, rows with tokens first; see `RaggedRows.last_tokens`. None if the hidden
             states of all tokens are needed.
+        adapters: LoRA adapters of the tokens; None without adapters.
     """
 
     position: Int[Array, " T"]
@@ -139,6 +195,7 @@ class TokenContext:
     moe_index: Int[Array, ""] | int = 0
     num_live: Int[Array, ""] | None = None
     last: Int[Array, " R"] | None = None
+    adapters: TokenAdapters | None = None
 
     def attend(
         self,
@@ -191,8 +248,12 @@ class TokenContext:
         live = None if self.live is None else self.live.at[self.last].get(mode="fill", fill_value=False)
         num_live = None if live is None else jnp.sum(live, dtype=jnp.int32)
         attention = self.narrowing.for_last(self.last)
-        taken = self.select(self.take_last)
-        return dataclasses.replace(taken, live=live, num_live=num_live, attention=attention, last=None)
+        taken, adapters = self.select(self.take_last), self.adapters
+        if adapters is not None:  # rows without tokens must not count as adapted
+            slot = adapters.slot.at[self.last].get(mode="fill", fill_value=0)
+            adapters = TokenAdapters.from_slots(slot, adapters.num_slots)
+        fields = {"live": live, "num_live": num_live, "attention": attention, "last": None, "adapters": adapters}
+        return dataclasses.replace(taken, **fields)
 
     def part(self, start: Int[Array, ""], num_tokens: int) -> TokenContext:
         """Return the context for some of the tokens; see `Attention.part`."""
@@ -207,7 +268,9 @@ class TokenContext:
     def select(self, take: Callable[[Array], Array]) -> TokenContext:
         """Return the context for other activation rows, whose tokens `take` selects; only linear layers read it."""
         row, slot = (None if each is None else take(each) for each in (self.row, self.slot))
-        return dataclasses.replace(self, position=take(self.position), row=row, slot=slot, num_live=None)
+        adapters = self.adapters and TokenAdapters.from_slots(take(self.adapters.slot), self.adapters.num_slots)
+        position = take(self.position)
+        return dataclasses.replace(self, position=position, row=row, slot=slot, num_live=None, adapters=adapters)
 
     def count_experts(self, ids: Int[Array, "all k"]) -> TokenContext:
         """Return the context after an MoE layer that chose these experts; ids outside the experts are not counted."""

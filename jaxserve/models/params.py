@@ -243,14 +243,14 @@ def _rows_held(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NDArray[np.int64]:
     num_rows = spec.shape[0]
     parts = np.split(np.arange(num_rows), np.cumsum(spec.hf_rows)[:-1])
     firsts = range(num_parts(mesh, split_axes(spec.axes)))  # the first devices have all parts, in order
-    all_slices = [np.concatenate(_device_slices(spec, parts, index, mesh)[0]) for index in firsts]
+    all_slices = [np.concatenate(device_slices(spec, parts, index, mesh)[0]) for index in firsts]
     return np.concatenate([np.pad(s, (0, len(all_slices[0]) - len(s)), constant_values=num_rows) for s in all_slices])
 
 
 def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:
     """Yield a tensor's shard, unread, for each of this process's devices; the last shards are padded with zero rows."""
     devices = list(sharding.mesh.devices.flat)
-    all_slices = [_device_slices(spec, tensor.parts, index, sharding.mesh) for index in range(len(devices))]
+    all_slices = [device_slices(spec, tensor.parts, index, sharding.mesh) for index in range(len(devices))]
     num_rows = sum(map(len, all_slices[0][0]))
     for device, (parts, row_parts) in zip(devices, all_slices, strict=True):
         if device.process_index != jax.process_index():  # read by its own process
@@ -258,7 +258,7 @@ def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> I
         yield tensor.with_parts(parts, SingleDeviceSharding(device), num_rows - sum(map(len, parts)), row_parts)
 
 
-def _device_slices(
+def device_slices(
     spec: ParamSpec, parts: Sequence[Part], index: int, mesh: Mesh | AbstractMesh
 ) -> tuple[list[Part], Sequence[Part] | None]:
     """Return device `index`'s slices of each part, and the parts with whole rows if it holds only some columns.

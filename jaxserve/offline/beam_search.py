@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, no_type_check
 
+from jaxserve.api.lora_request import LoRARequest
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.schema import SWITCH, Schema, integer, number, one_of
 from jaxserve.errors import RequestError, brief
@@ -123,16 +124,25 @@ class _Search:
         params: search parameters.
         eos_ids: token ids that end a beam.
         max_steps: maximum tokens that fit after the prompt.
+        lora_request: LoRA adapter of the prompt; None for the base model.
 
     Attributes:
         running: unfinished beams, the best first; empty after the search.
         finished: finished beams with their scores, the best first.
         cache_salt: the prompt's cache salt.
+        lora_request: the prompt's LoRA adapter.
     """
 
     def __init__(
-        self, prompt: Prompt, token_ids: TokenIds, params: BeamSearchParams, eos_ids: frozenset[int], max_steps: int
+        self,
+        prompt: Prompt,
+        token_ids: TokenIds,
+        params: BeamSearchParams,
+        eos_ids: frozenset[int],
+        max_steps: int,
+        lora_request: LoRARequest | None = None,
     ) -> None:
+        self.lora_request = lora_request
         self.running = [BeamSearchSequence(prompt, token_ids)]
         self.cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         self.finished: list[tuple[float, BeamSearchSequence]] = []
@@ -191,6 +201,7 @@ def search(
     params: BeamSearchParams,
     concurrency_limit: int | None = None,
     use_tqdm: bool | ProgressBar = False,
+    adapters: Sequence[LoRARequest | None] = (),
 ) -> list[BeamSearchOutput]:
     """Return the best continuations for each prompt; see `LLM.beam_search` for the arguments.
 
@@ -213,10 +224,11 @@ def search(
     one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=num_logprobs, detokenize=False)
     whole = one_token.clone({"max_tokens": params.max_tokens})  # a beam needs the pages that such a request gets
     searches = []
-    for prompt, group in zip(prompts, calls.prepare(prompts, [whole] * len(prompts)), strict=True):
+    groups = calls.prepare(prompts, [whole] * len(prompts), (), adapters)
+    for prompt, group, adapter in zip(prompts, groups, adapters or [None] * len(prompts), strict=True):
         request = group.requests[0]
         max_steps = request.max_total_tokens - request.num_prompt_tokens
-        searches.append(_Search(prompt, request.prompt_token_ids, params, eos_ids, max_steps))
+        searches.append(_Search(prompt, request.prompt_token_ids, params, eos_ids, max_steps, adapter))
     some = concurrency_limit or max(len(searches), 1)
     with progress_bar(use_tqdm, total=len(searches), desc="Beam search", unit="prompt") as bar:
         for first in range(0, len(searches), some):
@@ -232,7 +244,9 @@ def _run(calls: Calls, searches: Sequence[_Search], one_token: SamplingParams, e
             for each in running
             for beam in each.running
         ]
-        outputs = iter(calls.run(beams, [one_token] * len(beams), use_tqdm=False, shares_last_page=True))
+        adapters = [each.lora_request for each in running for _ in each.running]
+        params = [one_token] * len(beams)
+        outputs = iter(calls.run(beams, params, False, (), adapters, shares_last_page=True))
         for each in running:
             each.advance([_next_logprobs(next(outputs)) for _ in each.running])
         ended(sum(not each.running for each in running))

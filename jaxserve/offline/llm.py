@@ -9,19 +9,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.api.lora_request import LoRARequest
 from jaxserve.api.metrics import Metric, vllm_metrics
 from jaxserve.api.outputs import RequestOutput
-from jaxserve.api.pooling_outputs import (
-    ClassificationOutput,
-    ClassificationRequestOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    ScoringRequestOutput,
-    pooling_output,
-)
-from jaxserve.api.pooling_params import CLASSIFY, EMBED, PoolingParams
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.stream_events import Increment, OutputReader
 from jaxserve.api.vllm_options import GENERATE_ARGUMENTS, check_arguments, engine_options
@@ -30,20 +20,28 @@ from jaxserve.assembly.parameters import Weights
 from jaxserve.core.batch_engine import OfflineEngine
 from jaxserve.core.prompt import Prompt
 from jaxserve.core.threads import EngineThreads
-from jaxserve.errors import ConfigError, RequestError, brief
+from jaxserve.errors import RequestError, brief
 from jaxserve.models.params import Params
-from jaxserve.offline import scoring
 from jaxserve.offline.beam_search import BeamSearchOutput, BeamSearchParams, search
-from jaxserve.offline.offline_calls import Calls, ProgressBar, as_list, listed, per_prompt, priorities
+from jaxserve.offline.offline_calls import (
+    Adapters,
+    Calls,
+    ProgressBar,
+    as_list,
+    listed,
+    lora_requests,
+    per_prompt,
+    priorities,
+)
+from jaxserve.offline.pooling_calls import PoolingCalls, require_tokenizer
 from jaxserve.text.loading import load_hf_tokenizer
 from jaxserve.text.messages import Message
-from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLM:
+class LLM(PoolingCalls):
     """Model that is ready to generate.
 
     In a run with many processes (`jaxserve.distributed.initialize`) only the first one gets an LLM. In the others the
@@ -109,7 +107,7 @@ class LLM:
         Raises:
             ConfigError: there is no tokenizer, because of `skip_tokenizer_init`.
         """
-        _require_tokenizer(self.engine)
+        require_tokenizer(self.engine)
         if self._hf_tokenizer is None:
             self._hf_tokenizer = load_hf_tokenizer(self.engine.config.tokenizer_path)
         return self._hf_tokenizer
@@ -130,6 +128,7 @@ class LLM:
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
         *,
+        lora_request: Adapters = None,
         priority: int | Iterable[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
@@ -140,9 +139,10 @@ class LLM:
                 or any other ordered iterable, such as a generator or a pandas or datasets column.
             sampling_params: one for all, or one per prompt; default `get_default_sampling_params()`.
             use_tqdm: True to show a progress bar with tokens per second, or a callable with the arguments of `tqdm`.
+            lora_request: LoRA adapter of all prompts or of each, None for the base model; with `enable_lora`.
             priority: class of all prompts or of each, with `scheduling_policy="priority"`; lower numbers go first.
             vllm_arguments: further vLLM arguments with values that jaxserve implements anyway, such as
-                lora_request=None.
+                tokenization_kwargs=None.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; the message names it, and no prompt is started.
@@ -151,7 +151,8 @@ class LLM:
         many = as_list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         all_params = per_prompt(params, SamplingParams, "sampling_params", len(many))
-        return self._calls.run(many, all_params, use_tqdm, priorities(priority, len(many)))
+        adapters = lora_requests(lora_request, len(many))
+        return self._calls.run(many, all_params, use_tqdm, priorities(priority, len(many)), adapters)
 
     def chat(
         self,
@@ -165,6 +166,7 @@ class LLM:
         *,
         chat_template_content_format: str | None = None,
         continue_final_message: bool = False,
+        lora_request: Adapters = None,
         priority: int | Iterable[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
@@ -180,6 +182,7 @@ class LLM:
             chat_template_kwargs: further template variables.
             chat_template_content_format: "auto", "string" or "openai"; None for the engine's option.
             continue_final_message: True to have the last message continued, with add_generation_prompt=False.
+            lora_request: see `generate`.
             priority: see `generate`.
             vllm_arguments: see `generate`.
 
@@ -187,7 +190,7 @@ class LLM:
             RequestError: a conversation or its parameters cannot be served, and none is started.
         """
         check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
-        tokenizer = _require_tokenizer(self.engine)
+        tokenizer = require_tokenizer(self.engine)
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
         variables = {"add_generation_prompt": add_generation_prompt} | ({"tools": tools} if tools else {})
@@ -201,7 +204,7 @@ class LLM:
         )
         chats = [render(chat) for chat in _as_conversations(messages)]
         prompts = [{"prompt": chat.text, "prompt_token_ids": tokenizer.encode_chat(chat)} for chat in chats]
-        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, priority=priority)
 
     def beam_search(
         self,
@@ -210,6 +213,7 @@ class LLM:
         *,
         use_tqdm: bool | ProgressBar = False,
         concurrency_limit: int | None = None,
+        lora_request: Adapters = None,
         **vllm_arguments: Any,
     ) -> list[BeamSearchOutput]:
         """Return the best continuations of each prompt, as found by transformers' beam search: see `beam_search`.
@@ -219,97 +223,24 @@ class LLM:
             params: search parameters for all prompts.
             use_tqdm: see `generate`; the bar counts prompts.
             concurrency_limit: maximum number of prompts searched simultaneously; None for all.
+            lora_request: see `generate`.
             vllm_arguments: see `generate`.
 
         Raises:
             RequestError: a prompt or the parameters cannot be served; the message names it, and no prompt is started.
         """
         check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
-        return search(self.engine, self._calls, as_list(prompts), params, concurrency_limit, use_tqdm)
-
-    def encode(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        pooling_params: PoolingParams | Iterable[PoolingParams] | None = None,
-        *,
-        truncate_prompt_tokens: int | None = None,
-        use_tqdm: bool | ProgressBar = True,
-        pooling_task: str | None = None,
-        **vllm_arguments: Any,
-    ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return one vector per prompt, in order: the result of `embed` or `classify`, as an array.
-
-        Args:
-            prompts: see `generate`.
-            pooling_params: one for all, or one per prompt.
-            truncate_prompt_tokens: number of tokens to keep per prompt, as in PoolingParams, whose own value must not
-                differ.
-            use_tqdm: see `generate`.
-            pooling_task: "embed" or "classify", as in PoolingParams; None for the model's own.
-            vllm_arguments: see `generate`.
-
-        Raises:
-            RequestError: the engine generates text, or a prompt or its parameters cannot be served.
-        """
-        check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
         many = as_list(prompts)
-        given = PoolingParams() if pooling_params is None else pooling_params
-        params = per_prompt(given, PoolingParams, "pooling_params", len(many))
-        common: dict[str, Any] = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
-        common = {name: value for name, value in common.items() if value is not None}
-        for name, value in common.items():
-            if others := [own for p in params if (own := getattr(p, name)) not in (None, value)]:
-                raise RequestError(f"{name} of pooling_params must be None or the call's, {value!r}, got {others[0]!r}")
-        outputs = self._calls.run(many, [dataclasses.replace(p, **common) for p in params], use_tqdm)
-        return [pooling_output(output) for output in outputs]
+        adapters = lora_requests(lora_request, len(many))
+        return search(self.engine, self._calls, many, params, concurrency_limit, use_tqdm, adapters)
 
-    def embed(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt; see `encode` for the options."""
-        return [
-            output.converted(EmbeddingRequestOutput, EmbeddingOutput(output.outputs.data.tolist()))
-            for output in self.encode(prompts, pooling_task=EMBED, **options)
-        ]
-
-    def classify(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[ClassificationRequestOutput]:
-        """Return the label probabilities of each prompt; see `encode` for the options."""
-        return [
-            output.converted(ClassificationRequestOutput, ClassificationOutput(output.outputs.data.tolist()))
-            for output in self.encode(prompts, pooling_task=CLASSIFY, **options)
-        ]
-
-    def reward(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the output of the head `score` for each prompt's last token, without an activation.
-
-        `options` as in `encode`, without `pooling_params`. Heads that reward every token are not supported.
-        """
-        params = PoolingParams(use_activation=False)
-        return self.encode(prompts, params, pooling_task=CLASSIFY, **options)
-
-    def score(
-        self, data_1: Prompt | Iterable[Prompt], data_2: Prompt | Iterable[Prompt], **options: Any
-    ) -> list[ScoringRequestOutput]:
-        """Return the similarity of the two prompts in each pair.
-
-        It is the cosine of their embeddings; with a one-label classification head, it is the head's output for both as
-        one prompt, joined as the tokenizer joins a text pair.
-
-        Args:
-            data_1: one prompt for all, or as many as in `data_2`.
-            data_2: second prompts.
-            options: see `encode`.
-
-        Raises:
-            RequestError: the numbers do not match, or the engine cannot score.
-        """
-        pairs = scoring.pairs(as_list(data_1), as_list(data_2))
-        pooler = self.engine.arch.pooler
-        if pooler is not None and pooler.num_labels:
-            prompts = scoring.joined(pairs, pooler, _require_tokenizer(self.engine))
-            return scoring.head_scores(self.encode(prompts, pooling_task=CLASSIFY, **options))
-        both = self.encode([prompt for pair in pairs for prompt in pair], pooling_task=EMBED, **options)
-        return scoring.embedding_scores(both)
-
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding increments: each output contains only new text and ids.
 
         The request is queued when the first increment is requested; closing the iterator early aborts it.
@@ -318,7 +249,8 @@ class LLM:
             RequestError: the prompt or its parameters cannot be served; raised with the first increment.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        (group,) = self._calls.prepare([prompt], per_prompt(params, SamplingParams, "sampling_params", 1))
+        all_params = per_prompt(params, SamplingParams, "sampling_params", 1)
+        (group,) = self._calls.prepare([prompt], all_params, (), lora_requests(lora_request, 1))
         output, reader = group.output, OutputReader(group.output)
         news: SimpleQueue[None] = SimpleQueue()
         try:
@@ -337,6 +269,44 @@ class LLM:
                     yield increment
         finally:
             self._calls.cancel([group])
+
+    # Adapters
+
+    def load_lora(self, lora_request: LoRARequest) -> None:
+        """Load a LoRA adapter before the first request that names it.
+
+        Raises:
+            RequestError: it cannot be read, or does not fit the model; nothing has changed.
+        """
+        self.engine.adapters.load(lora_request)
+
+    def update_lora(self, name: str, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """Load a LoRA adapter without files, or replace the one with this name, for example after a training step.
+
+        Unfinished requests go on with the old one; nothing is compiled.
+
+        Args:
+            name: name for `LoRARequest`.
+            tensors: numpy, jax or torch arrays by the names in adapter_model.safetensors.
+            config: content of adapter_config.json, of which the scale needs `lora_alpha` and `r`.
+
+        Raises:
+            RequestError: it does not fit the model; nothing has changed.
+        """
+        self.engine.adapters.put(name, config, tensors)
+
+    def unload_lora(self, name: str) -> None:
+        """Forget a LoRA adapter, whose name is free again; unfinished requests go on with it.
+
+        Raises:
+            RequestError: no adapter has this name.
+        """
+        if self.engine.adapters.remove(name) is None:
+            raise RequestError(f"there is no adapter {name!r}; loaded are {self.list_loras()}")
+
+    def list_loras(self) -> list[str]:
+        """Return the names of the loaded LoRA adapters."""
+        return [each.request.lora_name for each in self.engine.adapters.all]
 
     def batch_engine(self) -> OfflineEngine:
         """Return the engine with the interface that `run_batch` uses, which also accepts the LLM itself.
@@ -434,10 +404,3 @@ def _with_increments(output: RequestOutput, increments: Sequence[Increment]) -> 
         if part.logprobs is None and completion.logprobs_since(0, 0) is not None:
             part.logprobs = []
     return dataclasses.replace(output, outputs=new)
-
-
-def _require_tokenizer(engine: Engine) -> Tokenizer:
-    """Return the engine's tokenizer; ConfigError if it has none."""
-    if engine.tokenizer is None:
-        raise ConfigError("there is no tokenizer; drop skip_tokenizer_init")
-    return engine.tokenizer

@@ -10,6 +10,7 @@ from numbers import Integral
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jaxserve.api.lora_request import LoRARequest
 from jaxserve.errors import RequestError, brief
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from jaxserve.core.threads import EngineThreads
 
 ProgressBar = Callable[..., Any]  # tqdm, or a factory such as functools.partial(tqdm, leave=False)
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None  # one for all prompts, or one per prompt
 P = TypeVar("P")
 
 
@@ -43,6 +45,7 @@ class Calls:
         params: Sequence[SamplingParams | PoolingParams],
         use_tqdm: bool | ProgressBar,
         priorities: Sequence[int] = (),
+        lora_requests: Sequence[LoRARequest | None] = (),
         *,
         shares_last_page: bool = False,
     ) -> list[RequestOutput]:
@@ -53,12 +56,13 @@ class Calls:
             params: parameters per prompt.
             use_tqdm: see `LLM.generate`.
             priorities: class per prompt; empty for 0.
+            lora_requests: LoRA adapter per prompt; empty for the base model.
             shares_last_page: see `Request`.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; no prompt is started.
         """
-        groups = self.prepare(prompts, params, priorities, shares_last_page=shares_last_page)
+        groups = self.prepare(prompts, params, priorities, lora_requests, shares_last_page=shares_last_page)
         ended: SimpleQueue[RequestGroup] = SimpleQueue()
         try:
             self._threads.submit(groups, lambda group: ended.put(group) if group.output.finished else None)
@@ -72,6 +76,7 @@ class Calls:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | PoolingParams],
         priorities: Sequence[int] = (),
+        lora_requests: Sequence[LoRARequest | None] = (),
         *,
         shares_last_page: bool = False,
     ) -> list[RequestGroup]:
@@ -83,11 +88,10 @@ class Calls:
         self._engine.host.check_serve()
         read = partial(self._engine.reader.read, shares_last_page=shares_last_page)
         groups = []
-        for index, (prompt, p, priority) in enumerate(
-            zip(prompts, params, priorities or [0] * len(prompts), strict=True)
-        ):
+        columns = prompts, params, priorities or [0] * len(prompts), lora_requests or [None] * len(prompts)
+        for index, (prompt, p, priority, adapter) in enumerate(zip(*columns, strict=True)):
             try:
-                groups.append(read(str(next(self._ids)), prompt, p, priority=priority))
+                groups.append(read(str(next(self._ids)), prompt, p, priority=priority, lora_request=adapter))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         return groups
@@ -170,6 +174,19 @@ def per_prompt(params: P | Iterable[P], kind: type[P], name: str, count: int) ->
     if len(many) != count:
         raise RequestError(f"{name} must be one for all or one per prompt, got {len(many)} for {count}")
     return list(many)
+
+
+def lora_requests(adapters: Adapters, count: int) -> list[LoRARequest | None]:
+    """Return one adapter per prompt, None for the base model; RequestError unless there is one for all or for each."""
+    if adapters is None or isinstance(adapters, LoRARequest):
+        return [adapters] * count
+    many = listed(adapters)
+    if many is None or len(many) != count or not all(isinstance(each, LoRARequest | None) for each in many):
+        raise RequestError(
+            f"lora_request must be a LoRARequest or None for all prompts, or a list with one for each of {count}, got "
+            f"{brief(adapters)}"
+        )
+    return many
 
 
 def priorities(priority: int | Iterable[int] | None, count: int) -> list[int]:

@@ -196,6 +196,7 @@ def _context(engine: BatchEngine, model_names: Sequence[str]) -> BodyContext:
         engine.default_sampling_params,
         check_prompt=check_prompt,
         max_model_len=engine.schedule.max_model_len,
+        adapters=getattr(engine, "adapters", ()),
     )
 
 
@@ -317,7 +318,8 @@ class _BatchRun:
             params = replace(params, seed=_derived_seed(self.key, line.number, index))
         try:
             wanted = request.pooling or params
-            self.engine.add_request(request_id, request.prompts[index], wanted, cache_salt=request.cache_salt)
+            own = {} if request.adapter is None else {"adapter": request.adapter}
+            self.engine.add_request(request_id, request.prompts[index], wanted, cache_salt=request.cache_salt, **own)
         except PeerLostError:  # the run ends, not only the line
             raise
         except Exception as error:

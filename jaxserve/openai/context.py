@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from jaxserve.api.pooling_params import Pooler
@@ -33,6 +33,7 @@ class BodyContext:
         max_model_len: maximum for `max_tokens`, see `check_output_len`; None for no limit.
         pooler: pooling of the model; None if it generates text.
         max_prompts: maximum number of scored pairs; they are counted before any is encoded.
+        adapters: names of LoRA adapters, which `model` may have too; they may change while serving.
     """
 
     default_name: str
@@ -48,6 +49,7 @@ class BodyContext:
     max_model_len: int | None = None
     pooler: Pooler | None = None
     max_prompts: int = 1024
+    adapters: Collection[str] = ()
 
     def needed_tokenizer(self, name: str) -> Tokenizer:
         """Return the tokenizer; if there is none, raise BadRequestError for the field `name` that needs it."""

@@ -8,7 +8,7 @@ Any other field is an error. A null means "not given": then the checkpoint's rec
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -170,6 +170,7 @@ class ParsedRequest:
         pooling: pooling parameters; None if text is generated.
         is_base64: True if vectors are wanted as bytes in base64.
         labels: names of the classification head's labels.
+        adapter: name of the LoRA adapter; None for the base model.
         ignored: accepted body fields without effect.
     """
 
@@ -199,6 +200,7 @@ class ParsedRequest:
     pooling: PoolingParams | None = None
     is_base64: bool = False
     labels: tuple[str, ...] = ()
+    adapter: str | None = None
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -264,15 +266,19 @@ def read_fields(url: str, body: Any, context: BodyContext) -> tuple[Json, Json]:
     if url == COMPLETIONS and not schema.is_one_of(body.get("best_of"), (None, 1, given.get("n", 1))):
         message = f"best_of must be 1 or n, got {brief(body['best_of'])}: all samples are returned"
         raise BadRequestError(message, "best_of", "unsupported_value")
-    check_model(given.setdefault("model", context.default_name), context.model_names)
+    model = given.setdefault("model", context.default_name)
+    is_adapter = model in context.adapters
+    if not is_adapter:
+        check_model(model, context.model_names, context.adapters)
     common: Json = {name: given[name] for name in ("model", "cache_salt", "request_id", "priority") if name in given}
+    common |= {"adapter": model} if is_adapter else {}
     return given, {**common, "ignored": tuple(sorted(reader.ignored))}
 
 
-def check_model(model: object, model_names: Sequence[str]) -> None:
-    """Raise BadRequestError unless `model` is one of the names; without names, any is accepted."""
-    if model_names and model not in model_names:
-        message = f"model must be one of {list(model_names)}, got {brief(model)}"
+def check_model(model: object, model_names: Sequence[str], adapters: Collection[str] = ()) -> None:
+    """Raise BadRequestError unless `model` is one of the names, or an adapter's; without names, any is accepted."""
+    if model_names and model not in model_names and model not in adapters:
+        message = f"model must be one of {[*model_names, *adapters]}, got {brief(model)}"
         raise BadRequestError(message, "model", "model_not_found", 404)
 
 

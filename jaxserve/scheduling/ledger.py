@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from jaxserve.scheduling.adapter_slots import AdapterSlots
 from jaxserve.scheduling.kv_cache.groups import RELEASED
 from jaxserve.scheduling.kv_cache.page_store import PageStore
 from jaxserve.scheduling.request import Request, RequestStatus
@@ -24,10 +25,13 @@ class Ledger:
         sizes: sizes of the shard's steps and page pool.
         store: store of all pages.
         weights: weights by tenant; 1 for others.
+        first_slot: the shard's first slot.
+        adapters: slots of LoRA adapters, which shards share.
 
     Attributes:
         groups: layer groups that have pages of their own.
         store: store of all pages.
+        adapters: slots of LoRA adapters.
         waiting: queue of waiting requests.
         running: running requests by id, in admission order.
         num_running_of: number of running requests by class; no entry for 0.
@@ -37,8 +41,15 @@ class Ledger:
         num_waiting_pages: pages needed to start all waiting requests.
     """
 
-    def __init__(self, sizes: ScheduleConfig, store: PageStore, weights: Mapping[str, float], first_slot: int) -> None:
-        self.groups, self.store = sizes.kv_groups, store
+    def __init__(
+        self,
+        sizes: ScheduleConfig,
+        store: PageStore,
+        weights: Mapping[str, float],
+        first_slot: int,
+        adapters: AdapterSlots,
+    ) -> None:
+        self.groups, self.store, self.adapters = sizes.kv_groups, store, adapters
         self.page_size, self._group_size = self.groups.page_size, self.groups.size
         self.max_num_batched_tokens = sizes.max_num_batched_tokens
         self.running: dict[str, Request] = {}
@@ -132,6 +143,7 @@ class Ledger:
         self.num_growing -= self.can_grow(request)
         self.free_slots.append(request.slot)
         self.store.leave(request, keep=keep)
+        self.adapters.stop(request)
         request.slot = -1
         request.num_computed_tokens = 0
         request.quiet_until = 0

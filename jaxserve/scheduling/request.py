@@ -83,6 +83,8 @@ class Request:
     max_total_tokens: Given[int]  # prompt + output limit
     bad_sequences: Given[tuple[tuple[int, ...], ...]] = ()  # token id sequences that the output must not contain
     salt: Given[bytes] = b""  # prefix-cache namespace: requests share pages only if their salts are equal
+    adapter: Given[str] = ""  # digest of its LoRA adapter; empty for the base model
+    adapter_start: Given[int] = 0  # first token with the adapter
     read_prefix_cache: Given[bool] = True  # False if every prompt position must be computed (prompt_logprobs)
     # True if its last page is cached although not full, for others to copy (beams)
     shares_last_page: Given[bool] = False
@@ -103,6 +105,7 @@ class Request:
     num_computed_tokens: int = 0  # tokens in plans made so far; 0 unless running
     quiet_until: int = 0  # num_computed_tokens below which a decode step changes only that number
     slot: int = -1  # device state slot; -1 while not running
+    adapter_slot: int = 0  # slot of its adapter; 0 for the base model, or while not running
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_tokens_when_preempted: int = 0  # includes tokens that were then on the device

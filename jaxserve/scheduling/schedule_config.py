@@ -52,6 +52,7 @@ class ScheduleConfig:
     pools: bool = False  # True if requests end after their prompts (pooling)
     count_expert_tokens: bool = False  # True if steps count the tokens per expert
     num_data_shards: int = 1  # equal data-parallel shards of slots, pages and step tokens
+    max_loras: int = 0  # maximum LoRA adapters on the devices; 0 without adapters
 
     def __post_init__(self) -> None:
         _ = self.sparsity
@@ -90,6 +91,7 @@ class ScheduleConfig:
             long_prefill_token_threshold=0,
             tenant_weights=(),
             targets=(),
+            max_loras=0,
         )
 
     @property
@@ -292,6 +294,7 @@ def resolve_schedule(
         pools=pools,
         count_expert_tokens=config.count_expert_tokens,
         num_data_shards=config.num_data_shards,
+        max_loras=config.max_loras if config.enable_lora else 0,
     )
 
 

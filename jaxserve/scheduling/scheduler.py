@@ -42,6 +42,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError
+from jaxserve.scheduling.adapter_slots import AdapterSlots
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.kv_cache.page_store import PageStore
@@ -108,6 +109,7 @@ class Scheduler:
         sizes: sizes of steps and page pool.
         policy: order of requests and chunk sizes.
         max_prompt_tokens: maximum tokens of one prompt in a step.
+        adapters: slots of LoRA adapters.
     """
 
     def __init__(self, sizes: ScheduleConfig, policy: Policy | None = None, tiers: Sequence[StoredPages] = ()) -> None:
@@ -115,6 +117,7 @@ class Scheduler:
         self.max_prompt_tokens = self._shard_sizes.max_num_batched_tokens
         self.policy = policy or self._shard_sizes.policy
         self._transfers = Transfers(tiers)
+        self.adapters = AdapterSlots(sizes.max_loras)
         self.shards = [
             Shard(partial(self._new_ledger, first_slot), self.policy, sizes.num_spare_drafts)
             for first_slot in range(0, sizes.max_num_seqs, self._shard_sizes.max_num_seqs)
@@ -133,7 +136,7 @@ class Scheduler:
         """Return an empty ledger for a shard whose slots begin at `first_slot`."""
         sizes = self._shard_sizes
         store = PageStore(sizes.num_pages, sizes.kv_groups, self._transfers)
-        return Ledger(sizes, store, dict(self.policy.weights), first_slot)
+        return Ledger(sizes, store, dict(self.policy.weights), first_slot, self.adapters)
 
     @property
     def view(self) -> ShardView:
@@ -240,10 +243,11 @@ class Scheduler:
         return withdrawn
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached content, as after a change of weights.
+        """Forget all cached content, also adapters without rows, as after a change of weights.
 
         Running requests keep their pages, but no other request will find them.
         """
+        self.adapters.forget_idle()
         for shard in self.shards:
             shard.reset_prefix_cache()
 
@@ -264,6 +268,7 @@ class Scheduler:
     def restart(self) -> None:
         """Return to the initial state after a failure: forget all requests (which have ended), plans and pages."""
         self._transfers.restart()
+        self.adapters.restart()
         for shard in self.shards:
             shard.restart()
         self._balancer.restart()
@@ -333,4 +338,5 @@ class Scheduler:
             assert {request.request_id for request in on_shard} == set(self._balancer.ids_on(index))
             held += on_shard
         assert self._requests == {request.request_id: request for request in held}
+        self.adapters.check_integrity(self.running)
         self._balancer.check_integrity(self._requests)

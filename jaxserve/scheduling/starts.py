@@ -12,6 +12,8 @@ skip it without a lookup.
 Pages. A newcomer leaves free the pages for the rest of all unfinished prompts, and a block for every other row that can
 grow, so that these rarely lack any.
 
+Adapters. A request whose LoRA adapter lacks a slot is skipped, too; see `adapter_slots`.
+
 Tiers. A waiting request with a prefix in a lower tier loads it first: on arrival, if the pages are not needed to start
 all waiting requests, otherwise when its turn comes and pages are free. Later requests continue meanwhile. It starts
 with the pages cached after all its transfers have ended.
@@ -28,6 +30,8 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prompts import Prompts
 from jaxserve.scheduling.request import Request, RequestStatus
 from jaxserve.scheduling.step_plan import StepPlan
+
+MAX_LACKING = 1024  # waiting requests per plan that are skipped because their adapters lack slots
 
 
 class StartPlanner:
@@ -79,7 +83,7 @@ class StartPlanner:
         num_skipped, num_lookups, may_hash = 0, 0, True
         if not self._prompts.unfinished:
             self._seen.clear()
-        for request in order:
+        for request in self._with_adapters(order):
             budget_left = self._prompts.budget_left(plan)
             if not budget_left or not ledger.free_slots or ledger.num_available <= num_kept:
                 break
@@ -118,6 +122,15 @@ class StartPlanner:
         """Begin to load a new request's prefix if lower tiers have it and more pages are free than others need."""
         if self._ledger.store.has_tiers:
             self._lacks_pages_to_load(request, self._prompts.num_pages_kept + self._ledger.num_waiting_pages)
+
+    def _with_adapters(self, order: Iterator[Request]) -> Iterator[Request]:
+        """Yield the requests whose adapters have slots or can get them, in order."""
+        num_skipped = 0
+        for request in order:
+            if self._ledger.adapters.may_start(request):
+                yield request
+            elif (num_skipped := num_skipped + 1) > MAX_LACKING:
+                return
 
     def _lacks_pages_to_load(self, request: Request, num_kept: int) -> bool:
         """Begin to load a request's prefix if lower tiers have it; return True if too few pages are free for that.
@@ -282,6 +295,8 @@ class StartPlanner:
             request.cached_tokens = found
         ledger.count(request, -1)
         ledger.start(request, pages, start)
+        if (load := ledger.adapters.start(request)) is not None:
+            plan.adapter_loads.append(load)
         plan.cached_tokens += found
         plan.num_sought_tokens += request.num_tokens - found.device if ledger.store.has_tiers else 0
         plan.admitted.append(request)

@@ -138,6 +138,7 @@ class StepPlan:
         preempted: requests that lost their pages to older ones while this plan was made; none has a row.
         admitted: requests that start with this plan and need their device state set.
         grown: requests whose pages this plan extended; possibly repeated, also admitted, or preempted since.
+        adapter_loads: LoRA adapters to load before the step, as (slot, digest).
         copies: pages to copy before the step, as (source, target).
         compactions: rows whose prompts to compact before everything else.
         restored: rows that continue from a state snapshot, as (row, entry).
@@ -167,6 +168,7 @@ class StepPlan:
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
+    adapter_loads: list[tuple[int, str]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     compactions: list[PromptCompaction] = field(default_factory=list)
     restored: list[tuple[int, int]] = field(default_factory=list)
@@ -220,7 +222,8 @@ class StepPlan:
         copies = [page for copy in self.copies for page in copy]
         states = [number for row in (*self.restored, *self.snapshots) for number in row]
         copies += [number for slot, _, pages in self.compactions for number in (slot, *pages)]
-        rest = [int(self.is_split), len(copies), *copies, *states]
+        adapters = [slot for slot, _ in self.adapter_loads]
+        rest = [int(self.is_split), len(copies), *copies, *states, *adapters]
         for column in (self.slots, self.starts, self.counts, self.max_new, self.num_drafts, pages, rest):
             previous = zlib.crc32(array("q", column).tobytes(), previous)
         return previous

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import math
 import time
@@ -19,6 +20,7 @@ from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.pooling import TASKS
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES
 from jaxserve.server import http
+from jaxserve.server.adapters import LOAD, UNLOAD
 from jaxserve.server.admission import RefusedError
 from jaxserve.server.auth import given_key
 from jaxserve.server.call import Call
@@ -41,10 +43,13 @@ logger = logging.getLogger(__name__)
 
 _OPEN_PATHS = {"/", "/health", "/ready", "/ping"}  # the page shows nothing without a key
 
+ADMIN_PATHS = (LOAD, UNLOAD)  # these need the operator's key
+
 _WHY_NOT = {
     f"{RESPONSES}/": "responses are not stored",
     "/v1/files": "files and batches need --batch-dir",
     "/v1/batches": "files and batches need --batch-dir",
+    **dict.fromkeys(ADMIN_PATHS, "adapters are loaded with --lora-root and --admin-key"),
 }
 
 Handler = Callable[[Call], Awaitable[None]]
@@ -98,6 +103,11 @@ class App:
             ("GET", "/version"): info.version,
             ("GET", "/metrics"): info.metrics,
         }
+        if config.lora_root is not None:
+            self._handlers |= {
+                ("POST", LOAD): self.service.adapters.load,
+                ("POST", UNLOAD): self.service.adapters.unload,
+            }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one HTTP request, or the server's lifespan; see the ASGI specification."""
@@ -152,7 +162,10 @@ class App:
             raise BadRequestError(message, None, "origin_not_allowed", 403)
         call.header_makers.append(partial(self._origins.headers, call.headers))
         is_open = call.path in _OPEN_PATHS or (self.service.config.public_metrics and call.path == "/metrics")
-        if self._keys and not is_open:  # checked first, so that replies do not reveal which paths exist
+        if call.path in ADMIN_PATHS:
+            if not self._is_admin(call):
+                raise self._unauthorized(call)
+        elif self._keys and not is_open:  # checked first, so that replies do not reveal which paths exist
             tenant = self._keys.tenant(call.headers)
             if tenant is None:
                 raise self._unauthorized(call)
@@ -172,6 +185,11 @@ class App:
             why = next((f"; {why}" for path, why in _WHY_NOT.items() if call.path.startswith(path)), "")
             raise BadRequestError(f"there is no {brief(call.path)} here{why}", None, "not_found", 404)
         await handler(call)
+
+    def _is_admin(self, call: Call) -> bool:
+        """Return whether a request has the operator's key."""
+        expected = (self.service.config.admin_key or "").encode()
+        return bool(expected) and hmac.compare_digest(given_key(call.headers), expected)
 
     def _unauthorized(self, call: Call) -> BadRequestError:
         """Return the error (401) for a request without a known key, which names the header that its client sends."""

@@ -11,6 +11,7 @@ from jaxserve.api.schema import FieldType, Schema, integer, is_sequence, number,
 from jaxserve.errors import ConfigError
 from jaxserve.openai.chat_formats import chat_format
 from jaxserve.server.degradation import RUNGS
+from jaxserve.server.lora_modules import read_modules
 from jaxserve.server.request_classes import read_objectives
 
 _MAX_RETENTION_DAYS = 1_000_000  # dates of clients end with the year 9999
@@ -74,6 +75,10 @@ class ServerConfig:
         max_batch_file_bytes: maximum size of an uploaded file.
         max_batch_storage_bytes: maximum total file size per key.
         batch_retention_days: days after which files, and batches that have ended, are deleted; at most 1,000,000.
+        lora_modules: LoRA adapters to load at the start, each as NAME=PATH or as JSON with name, path and
+            base_model_name; requests name them as `model`. They need enable_lora.
+        lora_root: directory with the LoRA adapters that POST /v1/load_lora_adapter may load; it needs admin_key.
+        admin_key: key for requests that change the server: /v1/load_lora_adapter and /v1/unload_lora_adapter.
         return_tokens_as_token_ids: True to name tokens by their ids, as token_id:7, in all log probabilities.
     """
 
@@ -115,12 +120,18 @@ class ServerConfig:
     max_batch_file_bytes: int = 200 * 2**20
     max_batch_storage_bytes: int = 2**33
     batch_retention_days: float = 30.0
+    lora_modules: Sequence[str] = ()
+    lora_root: Path | None = None
+    admin_key: str | None = field(default=None, repr=False)
     return_tokens_as_token_ids: bool = False
 
     def __post_init__(self) -> None:
         _SCHEMA.check(self)
         read_objectives(self.objectives)
         _ = self.ttft_targets_s
+        read_modules(self.lora_modules)
+        if self.lora_root is not None and not self.admin_key:
+            raise ConfigError("lora_root needs admin_key, with which adapters are loaded; set one")
         chat_format((), self.tool_call_parser, self.reasoning_parser)  # ConfigError for unknown names
 
     @property

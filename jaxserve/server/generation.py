@@ -155,16 +155,15 @@ class Generation:
         self._engine.host.check_serve()
         read, name = self._engine.reader.read, interface.prefix
         groups: list[RequestGroup] = []
-        whose = request.tenant, request.priority or 0
+        whose, adapter = (request.tenant, request.priority or 0), self._service.adapters.request(request.adapter)
         for prompt in request.prompts:
             params = request.params
             if params.seed is not None and groups:  # a request's prompts differ in their samples
                 params = replace(params, seed=params.seed + len(groups))
             # The request's field, not the engine's parameter.
             with interface.naming(), naming({"structured_outputs": request.form_field}), naming_fields(request.url):
-                groups.append(
-                    read(f"{name}-{next(self._ids)}", prompt, request.pooling or params, request.cache_salt, *whose)
-                )
+                request_id, wanted = f"{name}-{next(self._ids)}", request.pooling or params
+                groups.append(read(request_id, prompt, wanted, request.cache_salt, *whose, lora_request=adapter))
         return groups
 
     async def _reply(

@@ -112,7 +112,7 @@ class Info:
     def _check_model(self, body: Json) -> None:
         """Raise BadRequestError if a body names a model that the server does not have."""
         if (model := body.get("model")) is not None:
-            check_model(model, self._service.model_names)
+            check_model(model, self._service.model_names, self._engine.adapters)
 
     @property
     def _max_model_len(self) -> int:
@@ -120,18 +120,23 @@ class Info:
         return self._engine.schedule.max_model_len
 
     def _model_card(self, name: str) -> Json:
-        """Return OpenAI's model object for one of the model's names."""
+        """Return OpenAI's model object for one of the model's names, or for a LoRA adapter."""
         card = {"id": name, "object": "model", "created": self._started_s, "owned_by": "jaxserve"}
-        return card | {"root": self._service.model_names[0], "parent": None, "max_model_len": self._max_model_len}
+        model, adapter = self._service.model_names[0], self._engine.adapters.find(name)
+        own = {"root": model, "parent": None}
+        if adapter is not None:
+            own = {"root": adapter.request.lora_path or name, "parent": adapter.request.base_model_name or model}
+        return card | own | {"max_model_len": self._max_model_len}
 
     async def models(self, call: Call) -> None:
-        """Reply with a model object for each of the model's names."""
-        await call.send_json({"object": "list", "data": [self._model_card(n) for n in self._service.model_names]})
+        """Reply with a model object for each of the model's names and each adapter."""
+        names = *self._service.model_names, *self._engine.adapters
+        await call.send_json({"object": "list", "data": [self._model_card(name) for name in names]})
 
     async def model(self, call: Call) -> None:
         """Reply with the model object for the name in the path."""
         name = call.path.removeprefix("/v1/models/")
-        check_model(name, self._service.model_names)
+        check_model(name, self._service.model_names, self._engine.adapters)
         await call.send_json(self._model_card(name))
 
     async def health(self, call: Call) -> None:

@@ -240,6 +240,11 @@ class Observer(Collector):
             "kv_cache_max_concurrency": str(concurrency),
         }
         yield _family(GaugeMetricFamily, {**labels, **info}, "vllm:cache_config_info", {"": 1})
+        if config.enable_lora:
+            in_use = zip(("running", "waiting"), self._engine.host.adapters_in_use(), strict=True)
+            names = {f"{state}_lora_adapters": ",".join(self._engine.adapters.names(each)) for state, each in in_use}
+            lora = {"max_lora": str(config.max_loras), **names}
+            yield _family(GaugeMetricFamily, {**labels, **lora}, "vllm:lora_requests_info", {"": time.time()})
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

@@ -13,6 +13,7 @@ from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import prompt_field
 from jaxserve.openai.interfaces import parse
 from jaxserve.openai.replies import system_fingerprint
+from jaxserve.server.adapters import Adapters
 from jaxserve.server.admission import Admission
 from jaxserve.server.auth import Keys
 from jaxserve.server.health import Health
@@ -45,6 +46,7 @@ class Service:
         fingerprint: the engine configuration's name in replies.
         context: the model and the options with which bodies are read.
         keys: API keys.
+        adapters: LoRA adapters by name.
         admission: gate of requests.
         is_draining: True once no further requests are served.
         workers: threads for work that would hold the event loop.
@@ -80,7 +82,9 @@ class Service:
             max_model_len=engine.schedule.max_model_len,
             pooler=engine.arch.pooler,
             max_prompts=config.max_prompts,
+            adapters=engine.adapters,
         )
+        self.adapters = Adapters(engine, config, self.model_names)
         self._streams: Streams | None = None
 
     def start(self) -> None:

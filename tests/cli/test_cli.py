@@ -229,7 +229,12 @@ def test_served_model_names(model: str, tmp_path: Path) -> None:
         (["serve", "/no", "--model", "/such"], "--model must be MODEL, /no, or be left out, got /such"),
         (["serve", "--root-path", "v"], "root_path must be empty or begin with a slash, got 'v'"),
         (["serve", "--ssl-keyfile", "k"], "ssl_keyfile must be None or {} or [] or '' or False or 0, got 'k': a proxy"),
-        (["generate", "x", "--enable-lora"], "enable_lora must be False, got True: there are no LoRA adapters"),
+        (
+            ["generate", "x", "--max-loras", "2"],
+            "max_loras needs enable_lora, got 2 without it; drop it, or",
+        ),
+        (["serve", "--lora-root", "x"], "lora_root needs admin_key, with which adapters are loaded; set one"),
+        (["serve", "--lora-modules", "x"], "lora_modules must be NAME=PATH or JSON, got 'x'"),
         (["generate", "x", "--cpu_offload_gb", "4"], "cpu_offload_gb must be 0, got 4: all weights stay on the device"),
         (["generate", "x", "--block_size=8", "--page-size", "8"], "block_size is called page_size; pass one of them"),
         (
@@ -403,7 +408,7 @@ def test_server_configuration_errors_need_no_jax(tmp_path: Path) -> None:
             ["--port", str(taken.getsockname()[1])],
             ["/no/such"],
             ["--api-key-file", str(tmp_path / "absent")],
-            ["--enable-lora"],
+            ["--enable-prompt-embeds"],
         ]
         code = (
             "import sys; from jaxserve import cli\n"

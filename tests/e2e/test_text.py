@@ -388,8 +388,8 @@ def test_a_script_written_for_vllm_runs_with_its_import_changed(llama: Path) -> 
 def test_llm_takes_engine_options(llama: Path) -> None:
     with as_shipped(), pytest.raises(RequestError, match="needs a tokenizer"):
         LLM(str(llama), **SIZES, skip_tokenizer_init=True).generate(PROMPT)
-    with pytest.raises(ConfigError, match="enable_lora must be False, got True"):
-        LLM(str(llama), enforce_eager=True, enable_lora=True)
+    with pytest.raises(ConfigError, match="enable_prompt_embeds must be False, got True"):
+        LLM(str(llama), enforce_eager=True, enable_prompt_embeds=True)
 
 
 def test_default_sampling_params_are_the_checkpoints(llama: Path, tmp_path: Path) -> None:

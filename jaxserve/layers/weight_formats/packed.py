@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import no_type_check
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxserve.layers.linear import LinearContext, Matrix, MeshAxes
+from jaxserve.layers.linear import LinearContext, Matrix, MeshAxes, TokenTerm
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.weight_formats.matrix_inputs import PLAIN_INPUTS, MatrixInputs
@@ -92,11 +93,44 @@ class NativeMatrix(Matrix):
             fused = norm.weight, norm.eps
         elif norm is not None:
             x = norm(x)
+        if gated and context.term is not None:
+            return self._gated_with_term(x, fused, context.term, context)
         (x, input_format), residual = self._prepared(x, None), context.residual if is_whole else None
         operands = {"bias": context.bias, "residual": residual, "num_live": context.num_live}
         y = packed_linear.multiply(self.packed, x, rms_norm=fused, input_format=input_format, **operands)
-        y = y.astype(context.dtype)
+        y = (y if context.term is None else context.term.added_to(y)).astype(context.dtype)
         return y if is_whole else context._replace(bias=None).finish(y)
+
+    def _gated_with_term(
+        self,
+        x: Float[Array, "T in"],
+        rms_norm: tuple[Float[Array, " in"], float] | None,
+        term: TokenTerm,
+        context: LinearContext,
+    ) -> Float[Array, "T outputs"]:
+        """Compute a gated linear layer some of whose tokens add a term before SwiGLU, which the kernel applies itself.
+
+        Both kinds of tokens are computed once, each in a call for these tokens only.
+
+        Args:
+            x: inputs, before an RMS norm.
+            rms_norm: weight and epsilon of the norm, or None.
+            term: term of adapted tokens.
+            context: the layer, whose other norms were applied.
+        """
+        adapters, order = term.adapters, term.adapters.others_first
+        num_live = jnp.int32(len(x)) if context.num_live is None else context.num_live
+        x, input_format = self._prepared(x, None)
+        multiply = partial(packed_linear.multiply, rms_norm=rms_norm, input_format=input_format)
+        residual, num_others = (
+            None if context.residual is None else context.residual[order],
+            num_live - adapters.num_adapted,
+        )
+        others = multiply(self.packed, x[order], bias=context.bias, residual=residual, num_live=num_others)
+        first = multiply(_plain_panels(self.packed), x[adapters.order], num_live=adapters.num_adapted)
+        plain = _plain_rows(self.packed, first)[adapters.rank_of] + term.values
+        adapted = context.finish(plain)
+        return term.select(adapted, others[adapters.rank_among_others]).astype(context.dtype)
 
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext

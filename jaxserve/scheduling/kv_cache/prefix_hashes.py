@@ -16,8 +16,9 @@ _NEW_HASH = blake2b(digest_size=DIGEST_SIZE, person=b"page")  # copying takes ha
 class PrefixHashes:
     """Page hashes, each covering all tokens up to the page's last one.
 
-    A page's hash also covers the previous page's hash (the salt, for the first page). Equal hashes thus mean equal
-    salts and equal token prefixes, on which keys and values depend.
+    A page's hash also covers the previous page's hash (the salt, for the first page); the first page that has a token
+    with an adapter covers the adapter. Equal hashes thus mean equal salts, token prefixes and adapters, on which keys
+    and values depend.
 
     Args:
         page_size: tokens per page.
@@ -27,7 +28,7 @@ class PrefixHashes:
         self._page_size = page_size
         # The latest prompt: samples for one prompt arrive in sequence, and hash it only once.
         self._last_prompt: TokenIds = []
-        self._last_salt = b""
+        self._last_key = b"", "", 0
         self._last_hashes: list[bytes] = []  # its full pages' hashes
 
     def full_pages(self, request: Request) -> list[bytes]:
@@ -44,13 +45,14 @@ class PrefixHashes:
         """Return the hash of the partly filled page that holds token `num_tokens - 1`."""
         block, hashes = num_tokens // self._page_size, self.full_pages(request)
         previous = hashes[block - 1] if block else _salt_hash(request.salt)
+        previous = self._with_adapter(previous, request, block, num_tokens)
         return _page_hash(previous, _packed(request.tokens(block * self._page_size, num_tokens)))
 
     def _prompt_hashes(self, request: Request) -> list[bytes]:
         """Return the hashes of a prompt's full pages, computed once for consecutive requests with the same prompt."""
-        prompt, salt = request.prompt_token_ids, request.salt
-        if salt != self._last_salt or (prompt is not self._last_prompt and prompt != self._last_prompt):
-            self._last_prompt, self._last_salt, self._last_hashes = prompt, salt, []
+        prompt, key = request.prompt_token_ids, (request.salt, request.adapter, request.adapter_start)
+        if key != self._last_key or (prompt is not self._last_prompt and prompt != self._last_prompt):
+            self._last_prompt, self._last_key, self._last_hashes = prompt, key, []
             self._extend(self._last_hashes, request, len(prompt) // self._page_size)
         return self._last_hashes
 
@@ -60,9 +62,26 @@ class PrefixHashes:
         first, size = len(hashes), self._page_size
         token_ids = _packed(request.tokens(first * size, num_pages * size))
         size *= _TOKEN_BYTES
-        for start in range(0, (num_pages - first) * size, size):
-            previous = _page_hash(previous, token_ids[start : start + size])
+        for index in range(num_pages - first):
+            if request.adapter:
+                block = first + index
+                previous = self._with_adapter(previous, request, block, (block + 1) * self._page_size)
+            previous = _page_hash(previous, token_ids[index * size : (index + 1) * size])
             hashes.append(previous)
+
+    def _with_adapter(self, previous: bytes, request: Request, block: int, num_tokens: int) -> bytes:
+        """Return the hash before a page, which covers the adapter if the page is the first that has a token with it.
+
+        Args:
+            previous: hash of the previous page, or of the salt.
+            request: the request.
+            block: index of the page.
+            num_tokens: number of tokens up to the page's last one.
+        """
+        start = request.adapter_start
+        if not request.adapter or block != start // self._page_size or num_tokens <= start:
+            return previous
+        return blake2b(previous + request.adapter.encode(), digest_size=DIGEST_SIZE, person=b"lora").digest()
 
 
 def _salt_hash(salt: bytes) -> bytes:

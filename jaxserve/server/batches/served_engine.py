@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from jaxserve.api.lora_request import LoRARequest
 from jaxserve.api.outputs import RequestFailure, RequestOutput
 from jaxserve.core.batch_engine import drain
 from jaxserve.errors import EngineDiedError
@@ -67,6 +68,7 @@ class ServedEngine:
         params: SamplingParams | PoolingParams,
         *,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Queue a request of the batch.
 
@@ -74,8 +76,9 @@ class ServedEngine:
             RequestError: the engine cannot serve it, or it needs more tokens than the tenant's rate ever allows.
         """
         salt = tenant_salt(self._tenant, cache_salt) if self._has_key else cache_salt
+        whose, lora_request = (self._tenant, self._priority), None if adapter is None else LoRARequest(adapter)
         group = self._engine.reader.read(
-            f"{self._name}/{request_id}", prompt, params, salt, self._tenant, self._priority
+            f"{self._name}/{request_id}", prompt, params, salt, *whose, lora_request=lora_request
         )
         excess = self._limits.excess(self._limited, tokens_to_take(group.requests), time.monotonic())
         if excess is not None and excess.wait_s == math.inf:

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.parameters import adapter_layout
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.tools.planner.program import StepCompiler, StepProgram
@@ -149,7 +150,8 @@ def make_plan(
     small = dataclasses.replace(schedule, num_pages=num_pages)
     started = time.perf_counter()
     kinds = sizes.dtype, sizes.kv_dtype, sizes.backend, sizes.quantization, config.linear_backend
-    compiler = StepCompiler(target, small, *kinds)
+    adapters = adapter_layout(config, arch, platform=sheet.chip.platform)
+    compiler = StepCompiler(target, small, *kinds, adapters)
     buckets = (schedule.max_num_batched_tokens, decode_bucket(schedule))
     compiled = {program.num_tokens: program for program in compiler.step_programs(arch, list(dict.fromkeys(buckets)))}
     largest, decode = (compiled[bucket] for bucket in buckets)

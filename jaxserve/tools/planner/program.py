@@ -18,6 +18,7 @@ from jaxserve.execution.lowering import Lowering
 from jaxserve.layers.sharding import named_sharding, tensor_mesh, whole_shape
 from jaxserve.layers.weight_formats import packed, plain, weight_format
 from jaxserve.models import decoder, registry
+from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, multiplied, stack_layers
 from jaxserve.pallas_kernels.deviceless import Chip, UnknownTopologyError
@@ -71,6 +72,7 @@ class StepCompiler:
         backend: attention backend.
         quantization: weight quantisation.
         linear_backend: matmul backend, see `EngineConfig.linear_backend`.
+        adapters: stacks of LoRA adapters; None without adapters.
     """
 
     target: Target
@@ -80,6 +82,7 @@ class StepCompiler:
     backend: str
     quantization: str | None = None
     linear_backend: str = "auto"
+    adapters: AdapterLayout | None = None
 
     def step_programs(self, arch: ArchConfig, buckets: Sequence[int]) -> list[StepProgram]:
         """Compile a step for each number of tokens in `buckets`, and return the resources that each needs.
@@ -145,7 +148,7 @@ class StepCompiler:
         is_stacked = self._is_scanned(arch)
         params = abstract_params(arch, self.dtype, self.quantization, num_devices, mesh, is_stacked=is_stacked)
         sizes = self.schedule, self.kv_dtype, self.backend, self.linear_backend, max_steps, mesh
-        return Lowering(arch, params, *sizes, chip=self._chip)
+        return Lowering(arch, params, *sizes, chip=self._chip, adapters=self.adapters)
 
     def _is_scanned(self, arch: ArchConfig) -> bool:
         """Return whether steps loop over a model's layers, which are then stacked and compiled once."""

@@ -13,6 +13,7 @@ from jaxserve.api.metrics import PeakRates
 from jaxserve.assembly.generation_defaults import resolve_quantization
 from jaxserve.assembly.memory import (
     accelerator_pool_bytes,
+    adapter_bytes,
     choose_page_size,
     cpu_pool_bytes,
     page_bytes,
@@ -227,7 +228,7 @@ def _memory(
     """
     page = page_bytes(local, schedule.page_size, kv_dtype, backend)
     state = abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend)
-    slots = tree_bytes((state.slots, state.states))
+    slots = tree_bytes((state.slots, state.states)) + adapter_bytes(config, local, on_cpu=sheet is None)
     if sheet is None:
         limit, pool_limit = (
             machine_memory.machine_bytes(),

@@ -1,0 +1,137 @@
+"""AdapterStore: LoRA adapters in host memory, in the shapes in which the devices take them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+
+from jaxserve.core.adapter_names import LoadedAdapter
+from jaxserve.errors import ConfigError
+from jaxserve.models import registry
+from jaxserve.weights.adapter_files import AdapterFile, make_adapter, read_adapter
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jaxserve.core.adapter_names import AdapterSource
+    from jaxserve.models.adapter_layout import AdapterLayout
+    from jaxserve.models.arch import ArchConfig
+    from jaxserve.models.params import Params
+
+logger = logging.getLogger(__name__)
+
+
+class StoredAdapter(NamedTuple):
+    """An adapter in host memory.
+
+    Attributes:
+        source: its directory or tensors, to read it again.
+        arrays: arrays in the shapes of one slot; None if only the source is kept.
+    """
+
+    source: AdapterSource
+    arrays: Params | None
+
+
+class AdapterStore:
+    """Adapters by digest; callable from any thread.
+
+    Args:
+        layout: layout of the devices' stacks.
+        arch: sizes of the whole model.
+        mesh: mesh of a replica.
+        max_kept: maximum adapters with arrays; None for any number.
+        in_use: returns the digests that unfinished requests have.
+    """
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        arch: ArchConfig,
+        mesh: Mesh | None,
+        max_kept: int | None,
+        in_use: Callable[[], Collection[str]],
+    ) -> None:
+        self._layout, self._arch, self._mesh = layout, arch, mesh
+        self._max_kept, self._in_use = max_kept, in_use
+        self._lock = threading.Lock()
+        self._stored: OrderedDict[str, StoredAdapter] = OrderedDict()  # the least recently used first
+        self._unnamed: set[str] = set()
+
+    def load(self, source: AdapterSource) -> LoadedAdapter:
+        """Read an adapter and make it available to the runners.
+
+        Raises:
+            ConfigError: it cannot be read or does not fit the model.
+        """
+        adapter = self._read(source)
+        arrays = self._layout.place(adapter, self._arch, self._mesh)
+        if adapter.is_zero:
+            logger.warning(
+                "all lora_B of %s are zero: the adapter has no effect, as before its training", source.path or "tensors"
+            )
+        with self._lock:
+            self._stored[adapter.digest] = StoredAdapter(source, arrays)
+            self._stored.move_to_end(adapter.digest)
+            self._unnamed.discard(adapter.digest)
+            self._trim()
+        return LoadedAdapter(adapter.digest, adapter.invocation)
+
+    def unload(self, digest: str) -> None:
+        """Free an adapter's memory as soon as no unfinished request has it."""
+        with self._lock:
+            self._unnamed.add(digest)
+            self._trim()
+
+    def arrays(self, digest: str) -> Params:
+        """Return an adapter's arrays, read again if they are not in memory.
+
+        Raises:
+            ConfigError: its directory has changed since it was loaded.
+        """
+        with self._lock:
+            source, arrays = self._stored[digest]
+            self._stored.move_to_end(digest)
+        if arrays is not None:
+            return arrays
+        adapter = self._read(source)
+        if adapter.digest != digest:
+            raise ConfigError(f"the adapter in {source.path} has changed since it was loaded; load it again")
+        arrays = self._layout.place(adapter, self._arch, self._mesh)
+        with self._lock:
+            self._stored[digest] = StoredAdapter(source, arrays)
+            self._trim()
+        return arrays
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays in memory."""
+        with self._lock:
+            return sum(leaf.nbytes for each in self._stored.values() for leaf in jax.tree.leaves(each.arrays))
+
+    @staticmethod
+    def _read(source: AdapterSource) -> AdapterFile:
+        """Read an adapter; ConfigError if that fails."""
+        with registry.config_errors():
+            if source.tensors is None:
+                return read_adapter(source.path)
+            return make_adapter(source.config or {}, source.tensors, "the adapter")
+
+    def _trim(self) -> None:
+        """Forget adapters without name and use, and the arrays of the least recently used ones beyond the maximum."""
+        used = self._in_use()
+        for digest in [digest for digest in self._unnamed if digest not in used]:
+            self._stored.pop(digest, None)
+            self._unnamed.remove(digest)
+        kept = [digest for digest, each in self._stored.items() if each.arrays is not None]
+        num_extra = 0 if self._max_kept is None else len(kept) - self._max_kept
+        for digest in kept[:-1]:
+            source, _ = self._stored[digest]
+            if num_extra > 0 and source.path and digest not in used:
+                self._stored[digest] = StoredAdapter(source, None)
+                num_extra -= 1

@@ -1,0 +1,37 @@
+"""Steps with LoRA adapters, compiled for chips: stacks are read in place, and loads compile one program."""
+
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.models import decoder
+from jaxserve.models.adapter_layout import AdapterLayout
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.tools.planner.models import read_model
+from jaxserve.tools.planner.program import StepCompiler, temp_bytes
+from jaxserve.tools.planner.targets import parse_target
+
+pytestmark = pytest.mark.deviceless
+
+BFLOAT16 = jnp.dtype("bfloat16")
+NUM_SLOTS, RANK, NUM_TOKENS = 64, 64, 8
+
+
+@pytest.mark.parametrize(("name", "backend"), [("h200", "mosaic_gpu"), ("v6e:1x1", "mosaic_tpu")])
+def test_a_step_copies_no_stack(targets, name, backend):
+    target, (_, arch) = targets(name), read_model(None)
+    is_scanned = "v6e" in name and decoder.can_scan(arch)
+    layout = AdapterLayout.from_rank(NUM_SLOTS, RANK, dtype="bfloat16", is_native=False, is_scanned=is_scanned)
+    schedule = ScheduleConfig(32, 64, 1024, 16, 64)
+    plain, adapted = (
+        StepCompiler(parse_target(name), schedule, BFLOAT16, BFLOAT16, backend, adapters=each)
+        for each in (None, layout)
+    )
+    assert target is not None
+    [before], [after] = (each.compile(arch, [NUM_TOKENS]) for each in (plain, adapted))
+    widest = max(sum(each.part_sizes) for each in layout.specs(arch, arch))
+    smallest = min(NUM_SLOTS * RANK * size * 2 for each in layout.specs(arch, arch) for size in each.part_sizes)
+    grown = temp_bytes(after) - temp_bytes(before)
+    assert grown < max(smallest // 2, 64 * NUM_TOKENS * (widest + NUM_SLOTS * RANK)), grown
+    writer = adapted._lowering(arch).writers()["set_adapter"]
+    [compiled] = adapted._chip.compile_all([writer()])
+    assert temp_bytes(compiled) < smallest

@@ -1,0 +1,103 @@
+"""Adapter files: PEFT's settings, and the message for each file that would silently do something else."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.weights import CheckpointError
+from jaxserve.weights.adapter_files import CONFIG, TENSORS, make_adapter, read_adapter
+from jaxserve.weights.safetensors_file import write_file
+
+PREFIX = "base_model.model.model.layers.0."
+CONFIG_OF = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+
+
+def factors(module: str = "self_attn.q_proj", rank: int = 4, dtype: str = "float32") -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        f"{PREFIX}{module}.lora_A.weight": rng.normal(size=(rank, 6)).astype(dtype),
+        f"{PREFIX}{module}.lora_B.weight": rng.normal(size=(8, rank)).astype(dtype),
+    }
+
+
+def write(path, config, tensors):
+    (path / CONFIG).write_text(json.dumps(config))
+    shapes = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
+    write_file(path / TENSORS, shapes, tensors.__getitem__)
+
+
+def test_a_file_becomes_scaled_factors_by_module(tmp_path):
+    write(tmp_path, CONFIG_OF | {"base_model_name_or_path": "base"}, factors())
+    adapter = read_adapter(tmp_path)
+    [(name, module)] = adapter.modules.items()
+    assert name == "model.layers.0.self_attn.q_proj"
+    assert (module.scale, module.rank, adapter.max_rank, adapter.base_model) == (2.0, 4, 4, "base")
+    assert not adapter.is_zero
+
+
+@pytest.mark.parametrize(
+    ("fields", "scale"),
+    [
+        ({"use_rslora": True}, 4.0),
+        ({"alpha_pattern": {"q_proj": 2}}, 0.5),
+        ({"alpha_pattern": {"k_proj": 2, r".*attn\.q_.*": 16}}, 4.0),
+        ({"r": 2, "rank_pattern": {"layers.0.self_attn.q_proj": 4}}, 2.0),
+    ],
+)
+def test_scales_follow_the_patterns(fields, scale):
+    [module] = make_adapter(CONFIG_OF | fields, factors(), "it").modules.values()
+    assert module.scale == scale
+
+
+def test_the_digest_depends_on_all_that_changes_outputs():
+    digests = {
+        make_adapter(config, tensors, "it").digest
+        for config, tensors in (
+            (CONFIG_OF, factors()),
+            (CONFIG_OF | {"lora_alpha": 9}, factors()),
+            (CONFIG_OF, factors("self_attn.k_proj")),
+            (CONFIG_OF, factors(dtype="float16")),
+            (CONFIG_OF, {name: -array for name, array in factors().items()}),
+            (CONFIG_OF | {"alora_invocation_tokens": [7]}, factors()),
+        )
+    }
+    assert len(digests) == 6
+    assert make_adapter(CONFIG_OF, factors(), "elsewhere").digest in digests
+
+
+A, B = factors()
+BAD: dict[str, tuple[dict, dict, str]] = {
+    "unknown tensor": ({}, {"base_model.model.lm_head.weight": np.zeros((2, 2))}, "lm_head.weight; other"),
+    "one factor": ({}, {B: None}, "must have both lora_A and lora_B, got no lora_B"),
+    "rank": ({"r": 3}, {}, "rank of adapter_config.json, 3, got 4"),
+    "shapes": ({}, {B: np.zeros((8, 5))}, r"\[4, 6\] and \[8, 5\]"),
+    "NaN": ({}, {A: np.full((4, 6), np.nan)}, "must be finite"),
+    "integers": ({}, {A: np.zeros((4, 6), np.int32)}, "float matrix"),
+    "other method": ({"peft_type": "IA3"}, {}, "peft_type must be 'LORA', got 'IA3'"),
+    "alpha": ({"lora_alpha": -1}, {}, "lora_alpha must be a positive number, got -1"),
+    "pattern": ({"rank_pattern": {"(": 4}}, {}, "must be a pattern"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_by_name(name):
+    fields, tensors, message = BAD[name]
+    given = {key: array for key, array in (factors() | tensors).items() if array is not None}
+    with pytest.raises(CheckpointError, match=message):
+        make_adapter(CONFIG_OF | fields, given, "it")
+
+
+def test_missing_files_and_pickles_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="must be a directory"):
+        read_adapter(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=re.escape(CONFIG)):
+        read_adapter(tmp_path)
+    (tmp_path / CONFIG).write_text("{}")
+    with pytest.raises(CheckpointError, match="a directory without it"):
+        read_adapter(tmp_path)
+    (tmp_path / "adapter_model.bin").touch()
+    with pytest.raises(CheckpointError, match="a pickle, which may run code"):
+        read_adapter(tmp_path)
