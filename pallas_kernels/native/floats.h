@@ -27,8 +27,8 @@ inline int64_t block_columns() { return cached_bytes() / (kPanels * kPanelRows *
 //   Weight, kElementColumns: an element of memory, and the columns in one
 //   kGrouped, kHasZeros: whether groups of columns have scales, and always zero points
 //   kFactors: what inputs of column k are multiplied by, in place k % 4, as weights are that much too large
-//   each<V, FromMemory>(from, stride, size, use): call use(k, weights) for `size` columns of V vectors, with `stride`
-//     elements per panel; FromMemory if they are in no cache yet
+//   each<V, FromMemory>(from, stride, size, use, distance): call use(k, weights) for `size` columns of V vectors, with
+//     `stride` elements per panel; FromMemory if they are in no cache yet: then fetch those `distance` bytes later
 template <typename Number>
 struct Floats {
   using Weight = Number;
@@ -39,7 +39,8 @@ struct Floats {
   static constexpr int64_t kLineColumns = std::max<int64_t>(1, kLineBytes / (kPanelRows * sizeof(Number)));
 
   template <int V, bool FromMemory, typename Use>
-  static inline NATIVE_INLINE void each(const Number* from, int64_t stride, int64_t size, const Use& use) {
+  static inline NATIVE_INLINE void each(const Number* from, int64_t stride, int64_t size, const Use& use,
+                                        int64_t distance = kPrefetchBytes) {
     constexpr int W = NATIVE_WIDTH;
     const auto use_one = [&](int64_t k) NATIVE_INLINE {
       F<W> w[V];
@@ -48,7 +49,7 @@ struct Floats {
     };
     int64_t k = 0;
     for (; k + kLineColumns <= size; k += kLineColumns) {
-      if constexpr (FromMemory) prefetch<V>(from + k * kPanelRows, stride);
+      if constexpr (FromMemory) prefetch<V>(from + k * kPanelRows, stride, distance);
       for (int i = 0; i < kLineColumns; ++i) use_one(k + i);
     }
     for (; k < size; ++k) use_one(k);
@@ -74,12 +75,13 @@ struct Int8 {
   static constexpr std::array<float, 4> kFactors = {kFactor, kFactor, kFactor, kFactor};
 
   template <int V, bool FromMemory, typename Use>
-  static inline NATIVE_INLINE void each(const uint32_t* from, int64_t stride, int64_t size, const Use& use) {
+  static inline NATIVE_INLINE void each(const uint32_t* from, int64_t stride, int64_t size, const Use& use,
+                                        int64_t distance = kPrefetchBytes) {
     constexpr int W = NATIVE_WIDTH;
     I<W> words[V];
     const auto read = [&]() NATIVE_INLINE {
       for (int v = 0; v < V; ++v) words[v] = load_words<W>(from + v / kVectors * stride + v % kVectors * W);
-      if constexpr (FromMemory) prefetch<V>(from, stride);
+      if constexpr (FromMemory) prefetch<V>(from, stride, distance);
       from += kPanelRows;
     };
     const auto use_one = [&](int64_t k, auto byte) NATIVE_INLINE {
@@ -109,12 +111,13 @@ struct Int4 {
   static constexpr std::array<float, 4> kFactors = {1.0f, 1.0f / 16, 1.0f / 256, 1.0f / 4096};
 
   template <int V, bool FromMemory, typename Use>
-  static inline NATIVE_INLINE void each(const uint32_t* from, int64_t stride, int64_t size, const Use& use) {
+  static inline NATIVE_INLINE void each(const uint32_t* from, int64_t stride, int64_t size, const Use& use,
+                                        int64_t distance = kPrefetchBytes) {
     constexpr int W = NATIVE_WIDTH;
     I<W> words[V];
     const auto read = [&]() NATIVE_INLINE {
       for (int v = 0; v < V; ++v) words[v] = load_words<W>(from + v / kVectors * stride + v % kVectors * W);
-      if constexpr (FromMemory) prefetch<V>(from, stride);
+      if constexpr (FromMemory) prefetch<V>(from, stride, distance);
       from += kPanelRows;
     };
     const auto use_one = [&](int64_t k, int32_t mask) NATIVE_INLINE {
@@ -151,14 +154,15 @@ struct Tile {
 // Add the products of `size` columns to the sums.
 template <typename Format, bool FromMemory, int Tokens, int V>
 inline NATIVE_INLINE void accumulate(F<NATIVE_WIDTH> (&sums)[Tokens][V], const typename Format::Weight* from,
-                                     int64_t stride, int64_t size, const float* x) {
+                                     int64_t stride, int64_t size, const float* x, int64_t distance = kPrefetchBytes) {
   constexpr int W = NATIVE_WIDTH;
-  Format::template each<V, FromMemory>(from, stride, size, [&](int64_t k, const F<W>(&w)[V]) NATIVE_INLINE {
+  const auto use = [&](int64_t k, const F<W>(&w)[V]) NATIVE_INLINE {
     unrolled<Tokens>([&](int t) NATIVE_INLINE {
       const F<W> input = all<W>(x[k * Tokens + t]);
       unrolled<V>([&](int v) NATIVE_INLINE { sums[t][v] = fma<W>(input, w[v], sums[t][v]); });
     });
-  });
+  };
+  Format::template each<V, FromMemory>(from, stride, size, use, distance);
 }
 
 // Add the sums over one group to those of the row. `group_sums` are the tokens' sums of inputs; null for no zeros.
@@ -179,16 +183,25 @@ void multiply(const LinearProblem& p, const Tile& tile, int64_t panel) {
   const int64_t group_size = p.group_size, num_groups = p.num_inputs / group_size;
   const int64_t group_stride = group_elements<Format>(group_size) * kPanelRows, stride = num_groups * group_stride;
   const auto* from = static_cast<const typename Format::Weight*>(p.weight) + panel * stride;
+  // Near the end of these panels those after them are fetched, of the next call.
+  const int64_t element_bytes = sizeof(*from), panel_bytes = stride * element_bytes;
+  const int64_t next_distance = kPrefetchBytes + (Panels - 1) * panel_bytes;
   F<NATIVE_WIDTH> sums[Tokens][V] = {};
   if constexpr (Format::kGrouped) {
     for (int64_t group = 0; group < num_groups; ++group) {
       F<NATIVE_WIDTH> part[Tokens][V] = {};
-      accumulate<Format, true>(part, from + group * group_stride, stride, group_size, tile.x + group * group_size * Tokens);
+      const bool is_near_end = (num_groups - group) * group_stride * element_bytes <= kPrefetchBytes;
+      accumulate<Format, true>(part, from + group * group_stride, stride, group_size, tile.x + group * group_size * Tokens,
+                               is_near_end ? next_distance : kPrefetchBytes);
       const float* group_sums = tile.group_sums ? tile.group_sums + group * Tokens : nullptr;
       add_group(sums, part, GroupScales<V>(p, group_sums != nullptr, num_groups, panel, group), group_sums);
     }
   } else {
-    accumulate<Format, true>(sums, from, stride, p.num_inputs, tile.x);
+    const int64_t num_last = std::min<int64_t>(kPrefetchBytes / (kPanelRows * element_bytes), p.num_inputs);
+    const int64_t num_first = p.num_inputs - num_last;
+    accumulate<Format, true>(sums, from, stride, num_first, tile.x);
+    accumulate<Format, true>(sums, from + num_first * kPanelRows, stride, num_last, tile.x + num_first * Tokens,
+                             next_distance);
   }
   finish<Tokens, Panels>(p, tile.first_token, panel, sums);
 }

@@ -49,9 +49,9 @@ inline int64_t num_panels(const LinearProblem& p) {
 
 // Fetch the lines of V vectors' panels that are needed some time later. A core's own prefetcher stops at each page.
 template <int V, typename Element>
-inline NATIVE_INLINE void prefetch(const Element* from, int64_t stride) {
+inline NATIVE_INLINE void prefetch(const Element* from, int64_t stride, int64_t distance = kPrefetchBytes) {
   for (int v = 0; v < V; v += kVectors) {
-    __builtin_prefetch(reinterpret_cast<const char*>(from + v / kVectors * stride) + kPrefetchBytes);
+    __builtin_prefetch(reinterpret_cast<const char*>(from + v / kVectors * stride) + distance);
   }
 }
 
