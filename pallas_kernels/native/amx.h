@@ -22,11 +22,9 @@ constexpr int64_t kTileNumbers = kTileRows * kTileColumns;
 constexpr int64_t kRowBytes = kTileColumns * sizeof(BFloat16);
 constexpr int64_t kTileSums = kTileRows * kPanelRows;
 constexpr int kTerms = 3;
-constexpr int kTilePanels = 4;        // panels that a tile of tokens passes at once
-constexpr int64_t kTileGroup = 32;    // panels that pass the same columns of tokens, which stay in the second-level cache
-constexpr int64_t kBlockColumns = 512;  // columns of panels that stay in the second-level cache while tokens pass
-constexpr int64_t kLongStream = 1024;   // columns
-constexpr int64_t kConvertedAhead = 2;  // chunks of a stream that are converted before they are multiplied
+constexpr int kTilePanels = 2;          // panels, and tiles of tokens, that are multiplied at once
+constexpr int64_t kTermBytes = 1 << 20;  // bytes of tokens' terms that stay in the second-level cache while panels pass
+constexpr int64_t kNearBytes = 1536, kFarBytes = 6144;  // how far ahead weights are fetched to each level of caches
 
 template <int Tile>
 inline NATIVE_INLINE void zero_tile() {
@@ -48,17 +46,17 @@ inline NATIVE_INLINE void multiply_tiles() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Inputs), "i"(Weights));
 }
 
-// The shapes of a core's tiles: 0 to 3 are sums of a block of tokens with a panel each, 4 to 6 the terms of its inputs,
-// 7 is of weights. Released when it goes.
+// The shapes of a core's tiles. Released when they go.
 class TileShapes {
  public:
+  using Rows = std::array<int64_t, 8>;  // of each tile
+
   TileShapes() = default;
   TileShapes(const TileShapes&) = delete;
   TileShapes& operator=(const TileShapes&) = delete;
   ~TileShapes() { asm volatile("tilerelease"); }
 
-  // Set the number of tokens.
-  void set(int64_t rows) {
+  void set(const Rows& rows) {
     if (rows == rows_) return;
     rows_ = rows;
     struct alignas(64) {
@@ -66,24 +64,21 @@ class TileShapes {
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } shapes;
-    for (int i = 0; i < 8; ++i) {
+    for (size_t i = 0; i < rows.size(); ++i) {
       shapes.row_bytes[i] = kRowBytes;
-      shapes.rows[i] = static_cast<uint8_t>(i == 7 ? kTileRows : rows);
+      shapes.rows[i] = static_cast<uint8_t>(rows[i]);
     }
     asm volatile("ldtilecfg %0" ::"m"(shapes));
   }
 
  private:
-  int64_t rows_ = 0;
+  Rows rows_ = {};
 };
 
 // Tokens of a product in tiles of 16, the last may have fewer.
 class TileTokens {
  public:
-  static constexpr int64_t kTaskTokens = 128;  // packed tokens are more bytes than weights: few tokens and many panels
-
   int64_t num_tiles() const { return (p_.num_tokens + kTileRows - 1) / kTileRows; }
-  int64_t panels_at_once() const { return kTilePanels; }
   int64_t rows(int64_t tile) const { return std::min(p_.num_tokens - tile * kTileRows, kTileRows); }
 
  protected:
@@ -98,7 +93,22 @@ class TileTokens {
   const LinearProblem& p_;
 };
 
-// Tokens packed as terms: each tile as [chunks, terms, rows, 32].
+template <typename Number>
+inline Number* aligned(void* buffer) {
+  return reinterpret_cast<Number*>((reinterpret_cast<uintptr_t>(buffer) + kLineBytes - 1) / kLineBytes * kLineBytes);
+}
+
+// Terms of a tile of tokens, [chunks, terms, rows, 32].
+struct TermTile {
+  const uint16_t* terms;
+  int64_t num_rows;
+
+  const uint16_t* at(int64_t chunk, int64_t term) const {
+    return terms + (chunk * kTerms + term) * num_rows * kTileColumns;
+  }
+};
+
+// Tokens packed as terms, tile after tile.
 class TermTokens : public TileTokens {
  public:
   using Format = Floats<BFloat16>;
@@ -113,14 +123,14 @@ class TermTokens : public TileTokens {
     pack_all(executor, [&](int64_t tile) { pack(tile); });
   }
 
-  // Return the terms of a tile from a chunk on.
-  const uint16_t* at(int64_t tile, int64_t chunk) const {
-    return terms_ + (tile * kTileRows * num_chunks_ + chunk * rows(tile)) * kTerms * kTileColumns;
+  static int64_t task_tokens(const LinearProblem& p) {
+    constexpr int64_t kPair = 2 * kTileRows;
+    return std::max<int64_t>(kTermBytes / (p.num_inputs * kTerms * int64_t{sizeof(BFloat16)}) / kPair, 1) * kPair;
   }
+  int64_t panels_at_once() const { return kTilePanels; }
 
-  template <typename Number>
-  static Number* aligned(void* buffer) {
-    return reinterpret_cast<Number*>((reinterpret_cast<uintptr_t>(buffer) + kLineBytes - 1) / kLineBytes * kLineBytes);
+  TermTile tile(int64_t index) const {
+    return {terms_ + index * kTileRows * num_chunks_ * kTerms * kTileColumns, rows(index)};
   }
 
  private:
@@ -130,7 +140,7 @@ class TermTokens : public TileTokens {
     float* buffer = scratch<Prepared>(num_rows * K);
     std::array<const float*, kTileRows> from;
     for (int64_t t = 0; t < num_rows; ++t) from[t] = prepare(p_, tile * kTileRows + t, buffer + t * K);
-    uint16_t* to = const_cast<uint16_t*>(at(tile, 0));
+    uint16_t* to = const_cast<uint16_t*>(this->tile(tile).terms);
     for (int64_t k = 0; k < K; k += kTileColumns, to += kTerms * num_rows * kTileColumns) {
       for (int64_t t = 0; t < num_rows; ++t) {
         F<16> low = load_some<16>(from[t] + k, K - k);
@@ -157,25 +167,25 @@ class TermTokens : public TileTokens {
   uint16_t* terms_;
 };
 
-// Write columns of one panel as tiles [chunks, 16, 16, 2], a row of a tile being two columns; those past the last are
-// zeros.
-inline void write_tiles(const BFloat16* from, int64_t num_columns, uint16_t* to) {
-  alignas(64) static constexpr uint16_t kOrder[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                    8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i order = _mm512_load_si512(kOrder);
-  const int64_t end = (num_columns + kTileColumns - 1) / kTileColumns * kTileColumns;
-  int64_t k = 0;
-  for (; k + 2 <= num_columns; k += 2, from += kTileColumns, to += kTileColumns) {
-    prefetch<kVectors>(from, 0);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, _mm512_loadu_si512(from)));
+// Columns of a panel, from a chunk on.
+struct PanelColumns {
+  const BFloat16* from;
+  int64_t left;  // in the matrix; columns past the last are zeros
+
+  PanelColumns next_chunk() const { return {from + kTileColumns * kPanelRows, left - kTileColumns}; }
+
+  // Write a row of the chunk's tile [16, 16, 2], i.e. two columns.
+  inline NATIVE_INLINE void write(int row, uint16_t* tile) const {
+    alignas(64) static constexpr uint16_t kOrder[] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const BFloat16* pair = from + row * kTileColumns;
+    __builtin_prefetch(reinterpret_cast<const char*>(pair) + kFarBytes, 0, 2);
+    __builtin_prefetch(reinterpret_cast<const char*>(pair) + kNearBytes);
+    const __mmask32 mask = left >= 2 * row + 2 ? ~0u : left > 2 * row ? 0xffff : 0;
+    const __m512i columns = _mm512_maskz_loadu_epi16(mask, pair);
+    _mm512_store_si512(tile + row * kTileColumns, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), columns));
   }
-  if (k < num_columns) {
-    const __m512i column = _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, column));
-    k += 2, to += kTileColumns;
-  }
-  for (; k < end; k += 2, to += kTileColumns) _mm512_storeu_si512(to, _mm512_setzero_si512());
-}
+};
 
 template <typename Use, int... I>
 inline NATIVE_INLINE void each_constant(std::integer_sequence<int, I...>, const Use& use) {
@@ -188,27 +198,54 @@ inline NATIVE_INLINE void each_constant(const Use& use) {
   each_constant(std::make_integer_sequence<int, N>{}, use);
 }
 
-// Some chunks of some panels, as tiles.
-struct TileBlock {
-  const uint16_t* weights;  // [panels][chunks, 16, 16, 2]
-  int64_t stride;           // numbers from panel to panel
-  int64_t first_chunk, num_chunks;
-  NextBlock next;
-};
-
-// Add the products of one chunk of a tile of tokens with some panels.
-template <int Panels>
-inline NATIVE_INLINE void multiply_chunk(const uint16_t* x, int64_t term_numbers, const uint16_t* weights, int64_t stride) {
-  each_constant<kTerms>([&](auto term) NATIVE_INLINE { load_tile<4 + term>(x + term * term_numbers, kRowBytes); });
-  each_constant<Panels>([&](auto panel) NATIVE_INLINE {
-    load_tile<7>(weights + panel * stride, kRowBytes);
-    each_constant<kTerms>([&](auto term) NATIVE_INLINE { multiply_tiles<panel, 4 + term, 7>(); });
-  });
+// Return the rows of the tiles for `multiply_chunk`: sums, inputs and weights.
+inline TileShapes::Rows tile_rows(const TermTile (&x)[1]) {
+  const int64_t rows = x[0].num_rows;
+  return {rows, rows, rows, rows, rows, kTileRows, kTileRows, kTileRows};
+}
+inline TileShapes::Rows tile_rows(const TermTile (&x)[2]) {
+  const int64_t first = x[0].num_rows, second = x[1].num_rows;
+  return {first, first, second, second, first, second, kTileRows, kTileRows};
 }
 
-template <int Panels>
-inline NATIVE_INLINE void store_sums(float* to) {
-  each_constant<Panels>([&](auto i) NATIVE_INLINE { store_tile<i>(to + i * kTileSums, kRowBytes); });
+// The steps of `multiply_chunk`: of a lone tile of tokens, the terms for each panel, else the terms.
+template <int Tiles, int Panels>
+constexpr int kChunkSteps = kTerms * (Tiles == 1 ? Panels : 1);
+
+// Add the products of a chunk of one or two tiles of tokens with some panels to tiles of sums, the smallest terms first,
+// and call meanwhile(step) after each step.
+template <int Tiles, int Panels, typename Meanwhile>
+inline NATIVE_INLINE void multiply_chunk(const TermTile (&x)[Tiles], int64_t chunk, const uint16_t* weights,
+                                         const Meanwhile& meanwhile) {
+  if constexpr (Tiles == 1) {
+    each_constant<kTerms>([&](auto term) NATIVE_INLINE { load_tile<2 + term>(x[0].at(chunk, term), kRowBytes); });
+    each_constant<Panels>([&](auto i) NATIVE_INLINE {
+      load_tile<6 + i>(weights + i * kTileNumbers, kRowBytes);
+      each_constant<kTerms>([&](auto step) NATIVE_INLINE {
+        multiply_tiles<i, 2 + kTerms - 1 - step, 6 + i>();
+        meanwhile(std::integral_constant<int, i * kTerms + step>{});
+      });
+    });
+  } else {
+    each_constant<Panels>([&](auto i) NATIVE_INLINE { load_tile<6 + i>(weights + i * kTileNumbers, kRowBytes); });
+    each_constant<kTerms>([&](auto step) NATIVE_INLINE {
+      each_constant<Tiles>([&](auto t) NATIVE_INLINE {
+        load_tile<4 + t>(x[t].at(chunk, kTerms - 1 - step), kRowBytes);
+        each_constant<Panels>([&](auto i) NATIVE_INLINE { multiply_tiles<2 * t + i, 4 + t, 6 + i>(); });
+      });
+      meanwhile(step);
+    });
+  }
+}
+
+// Call use(tile, address) for the sums of some tiles of tokens with some panels, [tiles, kTilePanels, 16, 16].
+template <int Tiles, int Panels, typename Use>
+inline NATIVE_INLINE void each_sums(float* sums, const Use& use) {
+  each_constant<Tiles>([&](auto t) NATIVE_INLINE {
+    each_constant<Panels>([&](auto i) NATIVE_INLINE {
+      use(std::integral_constant<int, 2 * t + i>{}, sums + (t * kTilePanels + i) * kTileSums);
+    });
+  });
 }
 
 // Write y of a tile of tokens from its finished sums for some panels.
@@ -222,90 +259,76 @@ inline void finish_tile(const LinearProblem& p, int64_t first_token, int64_t num
   }
 }
 
-// Add the products of a tile of tokens with a block of panels to sums [Panels, rows, 16].
-template <int Panels>
-void multiply_tile(const TermTokens& tokens, int64_t tile, TileBlock& block, float* kept) {
-  const int64_t term_numbers = tokens.rows(tile) * kTileColumns;
-  const uint16_t* x = tokens.at(tile, block.first_chunk);
-  each_constant<Panels>([&](auto i) NATIVE_INLINE {
-    if (block.first_chunk == 0) {
-      zero_tile<i>();
-    } else {
-      load_tile<i>(kept + i * kTileSums, kRowBytes);
-    }
-  });
-  for (int64_t chunk = 0; chunk < block.num_chunks; ++chunk, x += kTerms * term_numbers) {
-    block.next.fetch(), block.next.fetch();
-    multiply_chunk<Panels>(x, term_numbers, block.weights + chunk * kTileNumbers, block.stride);
-  }
-  store_sums<Panels>(kept);
-}
-
-// Multiply a lone tile of tokens with some panels, which stream from memory.
-template <int Panels>
-void multiply_stream(const LinearProblem& p, const TermTokens& tokens, int64_t panel) {
-  constexpr int64_t kRing = 2 * kConvertedAhead;  // chunks: tiles are loaded a while after they are stored
-  alignas(kLineBytes) uint16_t ring[Panels][kRing][kTileNumbers];
-  alignas(kLineBytes) float sums[Panels * kTileSums];
-  const int64_t K = p.num_inputs, num_chunks = TermTokens::num_chunks(p), term_numbers = tokens.rows(0) * kTileColumns;
-  const BFloat16* from = static_cast<const BFloat16*>(p.weight) + panel * K * kPanelRows;
-  const auto convert = [&](int64_t chunk) NATIVE_INLINE {
-    const int64_t column = chunk * kTileColumns, num_columns = std::min(kTileColumns, K - column);
-    for (int i = 0; i < Panels; ++i) {
-      write_tiles(from + (i * K + column) * kPanelRows, num_columns, ring[i][chunk % kRing]);
-    }
+// Multiply tiles of tokens, `Tiles` at a time, with panels, `Panels` at a time. Each chunk of weights is written as tiles
+// while the chunk before it is multiplied, so that both stay in the first-level cache.
+template <int Tiles, int Panels>
+void multiply_stream(const LinearProblem& p, const TermTokens& tokens, int64_t first_tile, int64_t end_tile,
+                     int64_t panel, int64_t end_panel, TileShapes& shapes) {
+  if (first_tile == end_tile || panel == end_panel) return;
+  constexpr int kNumSteps = kChunkSteps<Tiles, Panels>;
+  alignas(kLineBytes) uint16_t written[2][Panels * kTileNumbers];
+  alignas(kLineBytes) float sums[Tiles * kTilePanels * kTileSums];
+  uint16_t *here = written[0], *there = written[1];
+  const int64_t K = p.num_inputs, num_chunks = TermTokens::num_chunks(p), stride = K * kPanelRows;
+  const auto columns_of = [&](int64_t panel) {
+    return PanelColumns{static_cast<const BFloat16*>(p.weight) + panel * stride, K};
   };
-  each_constant<Panels>([&](auto i) NATIVE_INLINE { zero_tile<i>(); });
-  for (int64_t chunk = -kConvertedAhead; chunk < num_chunks; ++chunk) {
-    if (chunk + kConvertedAhead < num_chunks) convert(chunk + kConvertedAhead);
-    if (chunk < 0) continue;
-    const uint16_t* x = tokens.at(0, chunk);
-    multiply_chunk<Panels>(x, term_numbers, ring[0][chunk % kRing], kRing * kTileNumbers);
-  }
-  store_sums<Panels>(sums);
-  finish_tile(p, 0, tokens.rows(0), panel, Panels, sums);
-}
-
-// Multiply a lone tile of tokens with a range of panels, two streams at a time unless they are short.
-inline void multiply_panels(const LinearProblem& p, const TermTokens& tokens, int64_t panel, int64_t end_panel) {
-  TileShapes shapes;
-  shapes.set(tokens.rows(0));
-  for (; p.num_inputs >= kLongStream && panel + 2 <= end_panel; panel += 2) multiply_stream<2>(p, tokens, panel);
-  for (; panel < end_panel; ++panel) multiply_stream<1>(p, tokens, panel);
-}
-
-// Multiply some tiles of tokens with a range of panels. A block of some panels and the sums stay in the
-// second-level cache while all tokens pass.
-inline void multiply_blocks(const LinearProblem& p, const TermTokens& tokens, int64_t first_tile, int64_t end_tile,
-                            int64_t first_panel, int64_t end_panel) {
-  constexpr int64_t kSums = kTilePanels * kTileSums;
-  const int64_t K = p.num_inputs, num_tiles = end_tile - first_tile;
-  const int64_t columns = std::min((K + kTileColumns - 1) / kTileColumns * kTileColumns, kBlockColumns);
-  struct Sums;
-  float* sums = TermTokens::aligned<float>(scratch<Sums>((kTileGroup / kTilePanels + kTilePanels) * num_tiles * kSums + kLineBytes));
-  struct Converted;
-  auto* converted = TermTokens::aligned<uint16_t>(scratch<Converted>((kTilePanels * columns * kPanelRows + kLineBytes) / 2));
-  const auto* weights = static_cast<const BFloat16*>(p.weight);
-  const int64_t column_bytes = kPanelRows * sizeof(*weights);
-  TileShapes shapes;
-  each_block(first_panel, end_panel, kTileGroup, kTilePanels, K, columns, [&](const PanelBlock& here, const PanelBlock& next) {
-    TileBlock block{converted, columns * kPanelRows, here.column / kTileColumns,
-                    (here.num_columns + kTileColumns - 1) / kTileColumns, {}};
-    for (int64_t i = 0; i < here.num_panels; ++i) {
-      const BFloat16* from = weights + ((here.panel + i) * K + here.column) * kPanelRows;
-      write_tiles(from, here.num_columns, converted + i * block.stride);
-    }
-    const BFloat16* from = weights + (next.panel * K + next.column) * kPanelRows;
-    block.next = NextBlock(from, next, column_bytes, K * column_bytes, here, num_tiles);
-    float* kept = sums + here.index * num_tiles * kSums;
-    for (int64_t tile = first_tile; tile < end_tile; ++tile, kept += kSums) {
-      shapes.set(tokens.rows(tile));
-      (here.num_panels == kTilePanels ? multiply_tile<kTilePanels> : multiply_tile<1>)(tokens, tile, block, kept);
-      if (here.column + here.num_columns == K) {
-        finish_tile(p, tile * kTileRows, tokens.rows(tile), here.panel, here.num_panels, kept);
+  PanelColumns next = columns_of(panel);
+  const auto write = [&](int row, int64_t left, uint16_t* to) NATIVE_INLINE {
+    unrolled<Panels>([&](int i) NATIVE_INLINE {
+      PanelColumns{next.from + i * stride, left}.write(row, to + i * kTileNumbers);
+    });
+  };
+  for (int row = 0; row < kTileRows; ++row) write(row, next.left, here);
+  for (; panel < end_panel; panel += Panels) {
+    for (int64_t tile = first_tile; tile < end_tile; tile += Tiles) {
+      const bool is_last_tile = tile + Tiles == end_tile;
+      TermTile x[Tiles];
+      for (int t = 0; t < Tiles; ++t) x[t] = tokens.tile(tile + t);
+      shapes.set(tile_rows(x));
+      each_sums<Tiles, Panels>(sums, [](auto i, float*) NATIVE_INLINE { zero_tile<i>(); });
+      for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+        const bool is_last_chunk = chunk + 1 == num_chunks;
+        next = is_last_chunk ? columns_of(is_last_tile ? panel + Panels : panel) : next.next_chunk();
+        if (is_last_chunk && is_last_tile && panel + Panels == end_panel) {
+          multiply_chunk<Tiles, Panels>(x, chunk, here, [](auto) NATIVE_INLINE {});
+        } else if (next.left < kTileColumns) {
+          for (int row = 0; row < kTileRows; ++row) write(row, next.left, there);
+          multiply_chunk<Tiles, Panels>(x, chunk, here, [](auto) NATIVE_INLINE {});
+        } else {
+          multiply_chunk<Tiles, Panels>(x, chunk, here, [&](auto step) NATIVE_INLINE {
+            constexpr int kFirst = step * kTileRows / kNumSteps, kEnd = (step + 1) * kTileRows / kNumSteps;
+            unrolled<kEnd - kFirst>([&](int row) NATIVE_INLINE { write(kFirst + row, kTileColumns, there); });
+          });
+        }
+        std::swap(here, there);
+      }
+      each_sums<Tiles, Panels>(sums, [](auto i, float* to) NATIVE_INLINE { store_tile<i>(to, kRowBytes); });
+      for (int t = 0; t < Tiles; ++t) {
+        finish_tile(p, (tile + t) * kTileRows, x[t].num_rows, panel, Panels, sums + t * kTilePanels * kTileSums);
       }
     }
-  });
+  }
+}
+
+// Multiply some tiles of tokens with a range of panels. Two panels stay in the second-level cache while all tokens pass.
+inline void multiply_blocks(const LinearProblem& p, const TermTokens& tokens, int64_t tile, int64_t end_tile,
+                     int64_t panel, int64_t end_panel) {
+  TileShapes shapes;
+  const int64_t end_pairs = end_tile - (end_tile - tile) % 2;
+  const int64_t step = tile < end_pairs && end_pairs < end_tile ? kTilePanels : end_panel;
+  for (int64_t first = panel; first < end_panel; first += step) {
+    const int64_t end = std::min(first + step, end_panel), end_two = end - (end - first) % kTilePanels;
+    multiply_stream<2, kTilePanels>(p, tokens, tile, end_pairs, first, end_two, shapes);
+    multiply_stream<1, kTilePanels>(p, tokens, end_pairs, end_tile, first, end_two, shapes);
+    multiply_stream<2, 1>(p, tokens, tile, end_pairs, end_two, end, shapes);
+    multiply_stream<1, 1>(p, tokens, end_pairs, end_tile, end_two, end, shapes);
+  }
+}
+
+// Multiply a lone tile of tokens with a range of panels.
+inline void multiply_panels(const LinearProblem& p, const TermTokens& tokens, int64_t panel, int64_t end_panel) {
+  multiply_blocks(p, tokens, 0, 1, panel, end_panel);
 }
 
 }  // namespace NATIVE_ISA

@@ -13,6 +13,8 @@ namespace NATIVE_ISA {
 
 constexpr int64_t kFewestTileDigits = 12;  // tokens; fewer are faster without tiles
 constexpr int64_t kTileWords = kTileRows * kPanelRows;
+constexpr int64_t kDigitPanels = 4;  // panels that a tile of tokens passes at once
+constexpr int64_t kDigitGroup = 32;  // panels that pass the same columns of tokens, which stay in the second-level cache
 constexpr int64_t kDigitBlockColumns = 512;  // least columns that stay in the second-level cache while tokens pass
 
 template <int Sums, int Inputs, int Weights>
@@ -39,11 +41,14 @@ class TileDigits : public TileTokens {
   }
 
   TileDigits(Executor& executor, const LinearProblem& p, float* buffer)
-      : TileTokens(p), groups_(p), parts_(num_parts(groups_)), digits_(TermTokens::aligned<int32_t>(buffer)) {
+      : TileTokens(p), groups_(p), parts_(num_parts(groups_)), digits_(aligned<int32_t>(buffer)) {
     blocks_ = reinterpret_cast<Block*>(digits_ + p.num_tokens * groups_.num_blocks() * row_words());
     pack_all(executor, [&](int64_t tile) { pack(tile); });
   }
 
+  // Packed tokens are more bytes than weights: few tokens and many panels.
+  static int64_t task_tokens(const LinearProblem&) { return 128; }
+  int64_t panels_at_once() const { return kDigitPanels; }
   int64_t parts() const { return parts_; }
 
   const int32_t* digits(int64_t tile, int64_t block) const {
@@ -148,13 +153,13 @@ void multiply_blocks(const LinearProblem& p, const TileDigits<Format>& tokens, i
   const int64_t step_groups = std::clamp<int64_t>(kDigitBlockColumns / p.group_size, 1, groups.num_groups);
   const int64_t step_blocks = step_groups * groups.blocks, panel_tiles = step_blocks * parts * kTileWords;
   struct Sums;
-  float* sums = TermTokens::aligned<float>(scratch<Sums>(kTileGroup * num_tiles * kTileSums + kLineBytes));
+  float* sums = aligned<float>(scratch<Sums>(kDigitGroup * num_tiles * kTileSums + kLineBytes));
   struct Converted;
-  auto* converted = TermTokens::aligned<uint32_t>(scratch<Converted>(kTilePanels * panel_tiles + kLineBytes));
+  auto* converted = aligned<uint32_t>(scratch<Converted>(kDigitPanels * panel_tiles + kLineBytes));
   const auto* weights = static_cast<const uint32_t*>(p.weight);
   TileShapes shapes;
   const int64_t columns = step_groups * p.group_size;
-  each_block(first_panel, end_panel, kTileGroup, kTilePanels, K, columns, [&](const PanelBlock& here, const PanelBlock&) {
+  each_block(first_panel, end_panel, kDigitGroup, kDigitPanels, K, columns, [&](const PanelBlock& here, const PanelBlock&) {
     const int64_t group = here.column / p.group_size, first = group * groups.blocks;
     const int64_t end = (here.column + here.num_columns) / p.group_size * groups.blocks;
     for (int64_t i = 0; i < here.num_panels; ++i) {
@@ -167,9 +172,10 @@ void multiply_blocks(const LinearProblem& p, const TileDigits<Format>& tokens, i
       }
     }
     for (int64_t tile = first_tile; tile < end_tile; ++tile) {
-      shapes.set(tokens.rows(tile));
+      const int64_t rows = tokens.rows(tile);
+      shapes.set({rows, rows, rows, rows, rows, rows, rows, kTileRows});
       for (int64_t i = 0; i < here.num_panels; ++i) {
-        const int64_t panel = here.panel + i, slot = (panel - first_panel) % kTileGroup;
+        const int64_t panel = here.panel + i, slot = (panel - first_panel) % kDigitGroup;
         float* kept = sums + (slot * num_tiles + tile - first_tile) * kTileSums;
         if (here.column == 0) std::fill_n(kept, kTileSums, 0.0f);
         multiply_digit_tile<Format>(p, tokens, groups, tile, panel, first, end, converted + i * panel_tiles, kept);

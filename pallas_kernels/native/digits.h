@@ -284,7 +284,8 @@ class DigitTokens {
  public:
   using Format = WeightFormat;
   using Block = DigitBlock<Format::kDigits>;
-  static constexpr int64_t kTaskTokens = kCachedTokens, kWords = kChunkWords<Format::kDigits>;
+  static constexpr int64_t kWords = kChunkWords<Format::kDigits>;
+  static int64_t task_tokens(const LinearProblem&) { return kCachedTokens; }
 
   static int64_t size(const LinearProblem& p) {
     const DigitGroups<Format> groups(p);

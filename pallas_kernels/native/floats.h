@@ -311,7 +311,7 @@ template <typename WeightFormat>
 class PackedTokens {
  public:
   using Format = WeightFormat;
-  static constexpr int64_t kTaskTokens = kCachedTokens;
+  static int64_t task_tokens(const LinearProblem&) { return kCachedTokens; }
 
   static bool has_zeros(const LinearProblem& p) { return Format::kHasZeros || p.zeros; }
   static int64_t size(const LinearProblem& p) {

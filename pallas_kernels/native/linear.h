@@ -47,7 +47,8 @@ class Product {
  public:
   Product(Executor& executor, const LinearProblem& p, float* buffer, int64_t wanted_tasks)
       : p_(p), tokens_(executor, p, buffer), num_panels_(num_panels(p)) {
-    num_blocks_ = (p.num_tokens + Tokens::kTaskTokens - 1) / Tokens::kTaskTokens;
+    const int64_t task_tokens = Tokens::task_tokens(p);
+    num_blocks_ = (p.num_tokens + task_tokens - 1) / task_tokens;
     unit_panels_ = tokens_.panels_at_once();
     num_units_ = (num_panels_ + unit_panels_ - 1) / unit_panels_;
     num_ranges_ = std::clamp<int64_t>(wanted_tasks / num_blocks_, 1, num_units_);
