@@ -373,10 +373,11 @@ def test_a_token_is_the_same_whatever_its_neighbours(gated, num_groups, instruct
     [
         pytest.param((1340, 3200), 9, ((0, 1), (2, 5), (8, 9)), id="streamed"),  # 2 MiB of int4
         pytest.param((90, 400), 300, ((299, 300), (262, 267)), id="tasks"),  # several tasks of tokens
+        pytest.param((40, 3200), 70, ((0, 1), (31, 66)), id="tiles"),  # AMX tasks
     ],
 )
 def test_a_token_is_the_same_however_a_product_is_cut(shape, num_tokens, ranges, instruction_set):
-    dtypes = ("float32", "int8", "int4", "uint4")
+    dtypes = ("float32", "bfloat16", "int8", "int4", "uint4")
     check_tokens_apart(tokens_apart(shape, 25, num_tokens, dtypes, ranges), instruction_set, ranges)
 
 
