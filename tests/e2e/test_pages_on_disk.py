@@ -174,6 +174,24 @@ def test_other_salts_layouts_and_weights_find_nothing(open_engine: Callable[...,
     assert_same(output, first)
 
 
+def test_a_crash_loses_only_the_pages_that_were_not_full(
+    open_engine: Callable[..., DrivenEngine], tmp_path: Path
+) -> None:
+    """Pages are written while their request runs; the copy of the file is what a killed process leaves."""
+    prompt = tokens(33, "crash")
+    engine = open_engine()
+    request = engine.add_request("0", prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    while len(request.outputs[0].token_ids) < 10:
+        engine.step()
+    moved(engine)
+    (file,) = tmp_path.glob("*/pages-0.kv")
+    content = file.read_bytes()
+    engine.close()
+    file.write_bytes(content)
+    (output,) = generate(open_engine(), [prompt], GREEDY)
+    assert output.num_cached_tokens == 32
+
+
 def test_pages_in_use_do_not_outlive_their_weights(open_engine: Callable[..., DrivenEngine], other: str) -> None:
     """The end of a request stores its pages; new weights that cause the end forget them first."""
     prompt = tokens(33, "in use")
