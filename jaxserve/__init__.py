@@ -2,6 +2,7 @@
 
 TYPE_CHECKING = False  # importing typing would take longer than installing the interrupt handler
 if TYPE_CHECKING:
+    from jaxserve.api.cached_tokens import CachedTokens
     from jaxserve.api.config import EngineConfig
     from jaxserve.api.lora_request import LoRARequest
     from jaxserve.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from jaxserve.api.pooling_params import PoolingParams
+    from jaxserve.api.reuse_hint import ReuseHint
     from jaxserve.api.sampling_params import SamplingParams
     from jaxserve.api.structured_outputs import StructuredOutputsParams
     from jaxserve.errors import ConfigError, RequestError
@@ -28,6 +30,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "CachedTokens",
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
@@ -43,6 +46,7 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "RequestOutput",
+    "ReuseHint",
     "SamplingParams",
     "ScoringOutput",
     "ScoringRequestOutput",
@@ -53,6 +57,7 @@ _OTHER_MODULES = {  # modules by name; `api.pooling_outputs` has all other names
     "BeamSearchOutput": "offline.beam_search",
     "BeamSearchParams": "offline.beam_search",
     "BeamSearchSequence": "offline.beam_search",
+    "CachedTokens": "api.cached_tokens",
     "CompletionOutput": "api.outputs",
     "ConfigError": "errors",
     "EngineConfig": "api.config",
@@ -63,6 +68,7 @@ _OTHER_MODULES = {  # modules by name; `api.pooling_outputs` has all other names
     "RequestError": "errors",
     "RequestMetrics": "api.outputs",
     "RequestOutput": "api.outputs",
+    "ReuseHint": "api.reuse_hint",
     "SamplingParams": "api.sampling_params",
     "StructuredOutputsParams": "api.structured_outputs",
 }

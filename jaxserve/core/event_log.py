@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, get_args
 
+from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig, read_budget
 from jaxserve.core.events import Added, Finished, ReplicaEvent, Scheduled, replay
@@ -137,6 +138,8 @@ def _read_request(content: dict[str, Any]) -> Request:
     params = content.pop("params")
     if params["logit_bias"]:
         params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
+    if content.get("reuse") is not None:
+        content["reuse"] = ReuseHint(*content["reuse"])
     content["bad_sequences"] = tuple(map(tuple, content["bad_sequences"]))
     content |= {"stop_ids": frozenset(content["stop_ids"]), "salt": bytes.fromhex(content["salt"])}
     return Request(params=SamplingParams(**params), **content)

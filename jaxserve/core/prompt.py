@@ -11,7 +11,8 @@ from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+USER_SALT = "user:"  # start of the prefix cache namespaces that callers may share
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "reuse"}
 
 
 def read_prompt(

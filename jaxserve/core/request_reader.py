@@ -14,12 +14,21 @@ from typing import TYPE_CHECKING
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.lora_request import LoRARequest
 from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.core.adapter_names import AdapterNames
 from jaxserve.core.grammars import Grammars
 from jaxserve.core.growing_outputs import RequestGroup
-from jaxserve.core.prompt import Prompt, check_bound, outside_vocabulary, prompt_limit, prompt_too_long, read_prompt
+from jaxserve.core.prompt import (
+    USER_SALT,
+    Prompt,
+    check_bound,
+    outside_vocabulary,
+    prompt_limit,
+    prompt_too_long,
+    read_prompt,
+)
 from jaxserve.errors import RequestError, brief
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -82,6 +91,7 @@ class RequestReader:
         *,
         lora_request: LoRARequest | None = None,
         shares_last_page: bool = False,
+        reuse: ReuseHint | None = None,
     ) -> RequestGroup:
         """Check the parameters and read the prompt of a request, without queueing it.
 
@@ -93,6 +103,7 @@ class RequestReader:
             priority: class; lower numbers go first.
             lora_request: LoRA adapter; None for the base model.
             shares_last_page: see `Request`.
+            reuse: when the client expects to use the prompt again.
 
         Raises:
             RequestError: the request cannot be served.
@@ -105,11 +116,13 @@ class RequestReader:
         text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit, keeps_first=keeps_first)
         self._check(token_ids, params)
         self._check_priority(priority)
+        hint = ReuseHint.check(prompt.get("reuse", reuse) if isinstance(prompt, Mapping) else reuse)
         requests = self._expand(request_id, token_ids, params, salt, tenant, priority)
         adapter, start = self._adapters.resolve(lora_request, token_ids)
         for request in requests:
             request.shares_last_page = shares_last_page
             request.adapter, request.adapter_start = adapter, start
+            request.reuse = hint
         _check_some_allowed(requests[0])
         self._check_fits(requests[0])  # its siblings then fit as well, on any replica
         return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)
@@ -222,7 +235,7 @@ class RequestReader:
             encode = partial(self._tokenizer.encode, add_special_tokens=False)
             bad_sequences = encode_bad_words(params.bad_words, encode, self._tokenizer.bound)
         reads_cache = self._pooler is None or self._pooler.reads_prefix_cache
-        namespace = f"user:{salt or ''}" if self._config.enable_prefix_caching else f"private:{arrival}"
+        namespace = f"{USER_SALT}{salt or ''}" if self._config.enable_prefix_caching else f"private:{arrival}"
         return [
             Request(
                 request_id=f"{request_id}#{index}",

@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxserve.api import schema
 from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.schema import FieldType
 from jaxserve.api.structured_outputs import StructuredOutputsParams
@@ -37,6 +38,7 @@ from jaxserve.openai.fields import (
     only,
 )
 from jaxserve.openai.prompts import Prompt, read_prompts
+from jaxserve.openai.reuse_hints import HINT_FIELDS, read_hint
 from jaxserve.openai.tools import MessageForm
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -73,7 +75,8 @@ _GENERATION: ObjectFields = {  # fields of both completions and chats
     **each(ANY, *SAMPLING, "max_tokens"),
     **each(OBJECT, "response_format", "structured_outputs", "stream_options"),
     **each(SWITCH, "stream", "return_token_ids", "return_tokens_as_token_ids"),
-    **each(ignored(TEXT), "session_id", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    "safety_identifier": ignored(TEXT),
+    **HINT_FIELDS,
     "metadata": ignored(OBJECT),
     "store": ignored(only(False)),
     "service_tier": ignored(only("auto", "default")),
@@ -171,6 +174,7 @@ class ParsedRequest:
         is_base64: True if vectors are wanted as bytes in base64.
         labels: names of the classification head's labels.
         adapter: name of the LoRA adapter; None for the base model.
+        reuse: expected next use of the prompt; None if the body has no hint.
         ignored: accepted body fields without effect.
     """
 
@@ -201,6 +205,7 @@ class ParsedRequest:
     is_base64: bool = False
     labels: tuple[str, ...] = ()
     adapter: str | None = None
+    reuse: ReuseHint | None = None
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -272,6 +277,7 @@ def read_fields(url: str, body: Any, context: BodyContext) -> tuple[Json, Json]:
         check_model(model, context.model_names, context.adapters)
     common: Json = {name: given[name] for name in ("model", "cache_salt", "request_id", "priority") if name in given}
     common |= {"adapter": model} if is_adapter else {}
+    common["reuse"] = read_hint(given, reader)
     return given, {**common, "ignored": tuple(sorted(reader.ignored))}
 
 

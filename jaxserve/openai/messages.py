@@ -24,6 +24,7 @@ from jaxserve.openai.fields import (
     needed,
     only,
 )
+from jaxserve.openai.reuse_hints import CACHE_CONTROL, cache_options
 from jaxserve.openai.translation import CALLED_DIRECTLY, FUNCTION, SHARED_FIELDS, Translation, shared_values
 from jaxserve.text.messages import content_text
 
@@ -39,7 +40,9 @@ _SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_salt", "prio
 _COUNTED: ObjectFields = {
     **{name: SHARED_FIELDS[name] for name in _SAME},
     # context_management leaves out earlier turns, or reasoning in them; the chat here is only longer
-    **each(IGNORED, "metadata", "service_tier", "cache_control", "user_profile_id", "workspace_id"),
+    **each(IGNORED, "service_tier", "user_profile_id", "workspace_id"),
+    "metadata": OBJECT,
+    "cache_control": CACHE_CONTROL,
     **each(IGNORED, "inference_geo", "diagnostics", "context_management", "betas"),
     "mcp_servers": only([], why="the server runs no tools"),
     "speed": only("standard"),
@@ -52,7 +55,8 @@ _COUNTED: ObjectFields = {
     "thinking": OBJECT,
 }
 _FIELDS: ObjectFields = {**SHARED_FIELDS, **_COUNTED, "max_tokens": needed(INTEGER), "stop_sequences": LIST}
-_CACHED: ObjectFields = {"cache_control": IGNORED}
+_CACHED: ObjectFields = {"cache_control": CACHE_CONTROL}
+_METADATA: ObjectFields = {"user_id": TEXT}
 _TOOL: ObjectFields = {
     **FUNCTION,
     **_CACHED,
@@ -96,7 +100,9 @@ def message_to_chat(body: Json, *, has_output: bool = True) -> Translation:
     """
     reader = BodyReader()
     given = reader.read(body, _FIELDS if has_output else _COUNTED)
-    chat = shared_values(given)
+    chat = cache_options(body, reader) | shared_values(given)
+    if user_id := reader.read(given.get("metadata", {}), _METADATA, "metadata", "metadata").get("user_id"):
+        chat.setdefault("session_id", user_id)  # coding agents put the session's name there
     if has_output:
         chat["max_tokens"] = given["max_tokens"]
         if "stop_sequences" in given:

@@ -48,8 +48,7 @@ _NOT_STORED = "responses are not stored; send the earlier items in input"
 _FIELDS: ObjectFields = {
     **SHARED_FIELDS,
     **{name: CHAT_FIELDS[name] for name in _SAME},
-    **each(IGNORED, "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    **each(IGNORED, "prompt_cache_options", "client_metadata"),
+    **each(IGNORED, "user", "safety_identifier", "client_metadata"),
     "max_tool_calls": IGNORED,  # the server runs no tools
     "service_tier": ignored(only("auto", "default")),
     "store": ignored(only(False, why=_NOT_STORED)),

@@ -11,12 +11,13 @@ from jaxserve.errors import RequestError
 from jaxserve.openai.errors import Json, as_bad_request
 from jaxserve.openai.fields import SWITCH, TEXT, ObjectFields, needed, only
 from jaxserve.openai.format import CHAT_FIELDS, SAMPLING
+from jaxserve.openai.reuse_hints import HINT_FIELDS
 
 _NOT_SHARED = {"n", "stop", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side"}
 _SHARED = (  # chat fields that the other interfaces also have, most of them vLLM's
     *("model", "stream", "cache_salt", "priority", "chat_template_kwargs", "timeout"),
     *(name for name in SAMPLING if name not in _NOT_SHARED),
-    *("structured_outputs", "request_id", "session_id", "spaces_between_special_tokens", "watermarking"),
+    *("structured_outputs", "request_id", *HINT_FIELDS, "spaces_between_special_tokens", "watermarking"),
     *("vllm_xargs", "media_io_kwargs", "mm_processor_kwargs", "kv_transfer_params"),
 )
 SHARED_FIELDS: ObjectFields = {name: CHAT_FIELDS[name] for name in _SHARED}

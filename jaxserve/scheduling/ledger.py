@@ -78,6 +78,7 @@ class Ledger:
     def enqueue(self, request: Request) -> None:
         """Queue a new request, and count it."""
         self.waiting.append(request)
+        self.store.order.now_s = max(self.store.order.now_s, request.arrival_s)
         self.count(request)
 
     def dequeue(self, request: Request) -> None:

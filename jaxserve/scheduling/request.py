@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar, get_type_hints, runtime_checkable
 
 from jaxserve.api.cached_tokens import NO_CACHED_TOKENS, CachedTokens
+from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
 
@@ -88,6 +90,7 @@ class Request:
     read_prefix_cache: Given[bool] = True  # False if every prompt position must be computed (prompt_logprobs)
     # True if its last page is cached although not full, for others to copy (beams)
     shares_last_page: Given[bool] = False
+    reuse: Given[ReuseHint | None] = None  # expected next use of its pages
     waits_for_tokens: Given[bool] = False  # True if each token must be read before the next is sampled
     may_be_extended: Given[bool] = False  # True if tokens may be appended: each token is read before it is computed
     constraint: Constraint | None = None  # allowed next tokens, for a request that waits for tokens
@@ -177,6 +180,15 @@ class Request:
     def seed_words(self) -> tuple[int, int]:
         """Low and high words of the 64-bit seed."""
         return self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
+
+    def by_tier(self, num_tokens: int, page_size: int) -> CachedTokens:
+        """Return which tiers the first `num_tokens` tokens of a waiting request, all cached, came from."""
+        if not self.loaded_blocks:
+            return CachedTokens(num_tokens)
+        loaded: Counter[str] = Counter()
+        for block, tier in self.loaded_blocks.items():
+            loaded[tier] += max(min(num_tokens - block * page_size, page_size), 0)
+        return CachedTokens(num_tokens - loaded.total(), **loaded)
 
     def again(self) -> Request:
         """Return a fresh copy of the request, as if nothing was computed yet."""

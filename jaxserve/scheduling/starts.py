@@ -290,7 +290,7 @@ class StartPlanner:
                 request.branch_tokens = num_full * ledger.page_size
             if num_blocks:
                 plan.restored.append((plan.num_rows, states.read(hashes[num_blocks - 1])))
-        found = ledger.store.by_tier(request, start)
+        found = request.by_tier(start, ledger.page_size)
         if not request.num_preemptions:
             request.cached_tokens = found
         ledger.count(request, -1)

@@ -19,7 +19,14 @@ from jaxserve.openai.translation import naming
 from jaxserve.server import http
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.json_pieces import MAX_VALUES, json_pieces, num_new_values, num_values
-from jaxserve.server.request_classes import allowed_priority, early_priority, in_class, read_objectives, tenant_salt
+from jaxserve.server.request_classes import (
+    allowed_priority,
+    early_priority,
+    in_class,
+    in_session,
+    read_objectives,
+    tenant_salt,
+)
 from jaxserve.server.streams import BrokenStepError, Stream
 from jaxserve.server.timeouts import Timeouts, read_timeouts
 
@@ -144,7 +151,7 @@ class Generation:
         service.check_size(request)
         if call.tenant:
             request = replace(request, cache_salt=tenant_salt(call.tenant, request.cache_salt))
-        request = in_class(request, call.headers, call.tenant, self._objectives)
+        request = in_session(in_class(request, call.headers, call.tenant, self._objectives), call.headers)
         if service.keys:
             limits = service.admission.limits.tenant_limits(call.tenant)
             request = replace(request, priority=allowed_priority(request.priority, limits))
@@ -155,15 +162,21 @@ class Generation:
         self._engine.host.check_serve()
         read, name = self._engine.reader.read, interface.prefix
         groups: list[RequestGroup] = []
-        whose, adapter = (request.tenant, request.priority or 0), self._service.adapters.request(request.adapter)
+        read = partial(
+            read,
+            cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            priority=request.priority or 0,
+            reuse=request.reuse,
+            lora_request=self._service.adapters.request(request.adapter),
+        )
         for prompt in request.prompts:
             params = request.params
             if params.seed is not None and groups:  # a request's prompts differ in their samples
                 params = replace(params, seed=params.seed + len(groups))
             # The request's field, not the engine's parameter.
             with interface.naming(), naming({"structured_outputs": request.form_field}), naming_fields(request.url):
-                request_id, wanted = f"{name}-{next(self._ids)}", request.pooling or params
-                groups.append(read(request_id, prompt, wanted, request.cache_salt, *whose, lora_request=adapter))
+                groups.append(read(f"{name}-{next(self._ids)}", prompt, request.pooling or params))
         return groups
 
     async def _reply(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.errors import ConfigError, brief
 from jaxserve.openai.errors import BadRequestError
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # llm-d's names, and the Gateway API extension's.
 OBJECTIVE = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
 FAIRNESS_ID = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
+SESSION_ID = (b"x-session-id",)  # vLLM's
 MAX_NAME_LEN = 256
 
 
@@ -56,6 +58,14 @@ def in_class(request: ParsedRequest, headers: Headers, tenant: str, objectives: 
     if named not in objectives:
         return replace(request, ignored=(*request.ignored, OBJECTIVE[0].decode()))
     return replace(request, priority=objectives[named])
+
+
+def in_session(request: ParsedRequest, headers: Headers) -> ParsedRequest:
+    """Return a request with the conversation that a header names, unless its body names one."""
+    name = (_header(headers, SESSION_ID) or "")[:MAX_NAME_LEN]
+    if not name or (request.reuse is not None and request.reuse.group):
+        return request
+    return replace(request, reuse=(request.reuse or ReuseHint())._replace(group=name))
 
 
 def tenant_salt(tenant: str, cache_salt: str | None) -> str:

@@ -18,7 +18,9 @@ from jaxserve.tools.bench.workloads import (
 )
 
 MIXED = Path(__file__).parents[2] / "scripts" / "workloads" / "mixed-64.json"
+NEW = {"session_id": None, "pause_s": 0.0}  # fields that earlier digests do not have, with their defaults
 DIGESTS = {  # digests of the requests as JSON: a change would make figures incomparable with earlier ones
+    "agentic": "c558ed02535e67cf",
     "chat-16x4": "e7059bd28ecbd07b",
     "long-prompts-32": "2d696a58f72dc344",
     "long-tail-128": "bf680c802b8aee67",
@@ -33,7 +35,10 @@ REQUEST = {"prompt_len": 4, "output_len": 2}
 def test_built_in_workloads_never_change() -> None:
     assert DIGESTS.keys() == set(BUILT_IN)
     for name, digest in DIGESTS.items():
-        requests = json.dumps([asdict(r) for r in load_workload(name).requests])
+        fields = [asdict(r).items() for r in load_workload(name).requests]
+        requests = json.dumps(
+            [{key: value for key, value in each if (key, value) not in NEW.items()} for each in fields]
+        )
         assert hashlib.sha256(requests.encode()).hexdigest()[:16] == digest, name
 
 
@@ -55,6 +60,10 @@ def test_prompts_have_their_lengths_and_share_their_prefixes(name: str) -> None:
     for request, prompt in sorted(zip(workload.requests, prompts, strict=True), key=lambda pair: -pair[0].prefix_len):
         prefix = prompt[: request.prefix_len]
         assert longest.setdefault(request.prefix_id, prefix)[: len(prefix)] == prefix
+    longest.clear()
+    for request, prompt in sorted(zip(workload.requests, prompts, strict=True), key=lambda pair: -pair[0].prompt_len):
+        if request.session_id is not None:
+            assert longest.setdefault(request.session_id, prompt)[: len(prompt)] == prompt
     tails = {tuple(p[r.prefix_len :]) for r, p in zip(workload.requests, prompts, strict=True)}
     assert len(tails) == len(prompts)
 
@@ -135,6 +144,7 @@ def test_errors_name_the_wrong_field_of_a_file(tmp_path: Path, content: str, mes
         ({"arrival_s": float("nan")}, "arrival_s must be a number of 0 or more, got nan"),
         ({"prefix_id": "a"}, "prefix_id must be an integer of 0 or more"),
         ({"prefix_len": 5}, "prefix_len must be at most prompt_len, got 5 and 4"),
+        ({"pause_s": 1.0}, "pause_s needs session_id, the turn's conversation, got only 1.0"),
         ({"tokens": 5}, r"got also \['tokens'\]"),
     ],
 )

@@ -102,7 +102,7 @@ def test_null_fields_are_not_given(engine: FakeEngine, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"user": "me", "safety_identifier": "x", "prompt_cache_key": "y", "metadata": {"any": ["thing"]}},
+        {"user": "me", "safety_identifier": "x", "metadata": {"any": ["thing"]}},
         {"store": False, "service_tier": "auto", "stream": False, "stream_options": None},
         {"service_tier": "default"},
     ],

@@ -116,7 +116,7 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
     vllms: dict[str, Any] = {"include_reasoning": False, "request_id": "mine", "session_id": "s", "vllm_xargs": {}}
     reply = post(codex | vllms)
     assert reply.status_code == 200
-    named = "client_metadata,include,prompt_cache_key,reasoning.summary,session_id,store,text.verbosity"
+    named = "client_metadata,include,reasoning.summary,store,text.verbosity"
     assert reply.headers["x-ignored-params"] == f"{named},tools.namespace,tools.web_search"
     assert reply.json()["tools"] == []
     assert reply.json()["id"] == "resp_mine"

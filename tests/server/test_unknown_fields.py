@@ -36,11 +36,14 @@ REFUSED = {
     "embed_dtype": "float16",
     "padding": "max_length",
 }
-IGNORED = {"user", "safety_identifier", "prompt_cache_key", "verbosity", "prediction", "service_tier", "diagnostics"}
+IGNORED = {"user", "safety_identifier", "verbosity", "prediction", "service_tier", "diagnostics"}
 COMPLETION_VALUES = {  # values of fields that take more than a number, a text or a list
     "logit_bias": {"1": 2},
     "model": "other",
     "prompt": [3],
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"ttl": "1h"},
+    "kv_hints": {"actions": [{"action_type": "demote"}]},
     "repetition_penalty": 1.5,
     "response_format": {"type": "json_object"},
     "stop_token_ids": [1],
@@ -88,7 +91,7 @@ def test_no_field_is_advised_that_is_refused_or_ignored(name: str) -> None:
     assert "model" in names
     assert not names & (REFUSED.keys() | IGNORED)
     with pytest.raises(BadRequestError, match="unsupported fields") as caught:
-        read(watermark=True, prompt_cach_key="a")
+        read(watermark=True, safety_identifie="a")
     assert "did you mean" not in str(caught.value)
 
 

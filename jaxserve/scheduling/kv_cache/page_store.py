@@ -14,10 +14,8 @@ prefix is cached if every kind finds all pages that the next token sees.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
-from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.scheduling.kv_cache.eviction import EvictionOrder
 from jaxserve.scheduling.kv_cache.group_kinds import (
     FullAttention,
@@ -272,6 +270,9 @@ class PageStore:
                 if page != RELEASED:
                     self.register(page_hash, page, group, request.tenant)
         self.unshared.discard(request)
+        if request.reuse is not None and not keep:
+            hashes = self.hashes(request)[: request.num_prompt_tokens // self.page_size]
+            self.order.hint(request.reuse, request.tenant, request.pages, hashes, self._pages.content)
         self.release(request.pages)
         request.pages = []
         request.num_released_blocks = request.num_registered_blocks = request.num_hidden_blocks = 0
@@ -323,15 +324,6 @@ class PageStore:
             request.loaded_blocks[index // size] = self._transfers.load(page, content)
         self._transfers.wait(request)
         return True
-
-    def by_tier(self, request: Request, num_tokens: int) -> CachedTokens:
-        """Return how many of a waiting request's first `num_tokens` tokens, all cached, came from which tier."""
-        if not request.loaded_blocks:
-            return CachedTokens(num_tokens)
-        loaded: Counter[str] = Counter()
-        for block, tier in request.loaded_blocks.items():
-            loaded[tier] += max(min(num_tokens - block * self.page_size, self.page_size), 0)
-        return CachedTokens(num_tokens - loaded.total(), **loaded)
 
     def transferred(self, keys: Iterable[int], *, ok: bool) -> None:
         """Update the pages whose moves have ended; requests that wait for no other moves can start.

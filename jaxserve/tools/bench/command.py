@@ -90,8 +90,17 @@ class BenchJob:
             arrivals = poisson_arrivals(self.workload, rate, self.arrival_seed)
         else:
             arrivals = [request.arrival_s * self.time_scale for request in requests]
-        lengths = [request.output_len for request in requests]
-        return [TimedRequest(*request) for request in zip(prompts, lengths, arrivals, strict=True)]
+        timed: list[TimedRequest] = []
+        last: dict[int, int] = {}  # index of each session's last request so far
+        for index, (request, prompt, arrival_s) in enumerate(zip(requests, prompts, arrivals, strict=True)):
+            session = request.session_id
+            after = None if session is None else last.get(session)
+            pause_s = 0.0 if self.kind == "offline" else request.pause_s * self.time_scale
+            if session is not None:
+                last[session] = index
+            name = "" if session is None else f"session-{session}"
+            timed.append(TimedRequest(prompt, request.output_len, arrival_s if after is None else pause_s, after, name))
+        return timed
 
 
 def read_job(args: argparse.Namespace) -> BenchJob:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from bisect import bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.api.metrics import EngineStats
 from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -37,11 +39,21 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """Prompt, number of tokens to generate, and arrival time in seconds after the start."""
+    """A request of a load.
+
+    Attributes:
+        prompt: prompt token ids.
+        output_len: number of tokens to generate.
+        arrival_s: arrival time in seconds after the start; after the end of request `after`, if it has one.
+        after: index of the request that must have ended before, in the load; None for none.
+        session: name of its conversation; empty for none.
+    """
 
     prompt: list[int]
     output_len: int
     arrival_s: float = 0.0
+    after: int | None = None
+    session: str = ""
 
 
 @dataclass(slots=True)
@@ -146,7 +158,9 @@ class _OpenLoop:
         self, engine: DrivenEngine, requests: Sequence[TimedRequest], clock: Clock, max_concurrency: int
     ) -> None:
         self._engine, self._requests, self._clock = engine, requests, clock
-        self._due = deque(sorted(range(len(requests)), key=lambda index: requests[index].arrival_s))
+        first = [index for index, request in enumerate(requests) if request.after is None]
+        self._due = sorted((requests[index].arrival_s, index) for index in first)
+        self._next = {request.after: index for index, request in enumerate(requests) if request.after is not None}
         self._free_since_s = deque([0.0] * max_concurrency)  # start of idleness of each free client
         self._traces = [RequestTrace(r.arrival_s, len(r.prompt)) for r in requests]
         self._steps: list[StepSample] = []
@@ -175,11 +189,12 @@ class _OpenLoop:
         """Give the engine every request that is due, as far as the concurrency limit allows."""
         now_s = self._now_s()
         for _ in range(self._num_due(now_s)):
-            index = self._due.popleft()
+            due_s, index = self._due.pop(0)
             request = self._requests[index]
-            self._traces[index].arrival_s = max(request.arrival_s, self._free_since_s.popleft())
+            self._traces[index].arrival_s = max(due_s, self._free_since_s.popleft())
             params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
-            self._engine.add_request(_request_id(index), request.prompt, params)
+            options = {"reuse": ReuseHint(request.session)} if request.session else {}
+            self._engine.add_request(_request_id(index), request.prompt, params, **options)
 
     def _step_or_wait(self) -> None:
         """Take one engine step and record its tokens; if the engine is idle, sleep until the next request is due."""
@@ -190,17 +205,20 @@ class _OpenLoop:
             for output in outputs:
                 self._note_tokens(output, now_s)
         elif self._due:
-            self._clock.sleep(max(0.0, self._requests[self._due[0]].arrival_s - self._now_s()))
+            self._clock.sleep(max(0.0, self._due[0][0] - self._now_s()))
             self._steps.append(StepSample(self._now_s()))  # idle
 
     def _note_tokens(self, output: RequestOutput, now_s: float) -> None:
         """Record `now_s` as the arrival time of a request's new tokens; if it has ended, free its client."""
-        trace = self._traces[int(output.request_id.removeprefix(_PREFIX))]
+        index = int(output.request_id.removeprefix(_PREFIX))
+        trace = self._traces[index]
         num_new = len(output.outputs[0].token_ids) - len(trace.token_s)
         trace.token_s += [now_s] * num_new
         if output.finished:
             trace.num_cached_tokens = output.num_cached_tokens
             self._free_since_s.append(now_s)
+            if (later := self._next.get(index)) is not None:
+                insort(self._due, (now_s + self._requests[later].arrival_s, later))
 
     def _sample_steps(self, now_s: float) -> None:
         """Append the state of each replica, whose step has ended at `now_s`, to the engine's trace."""
@@ -210,8 +228,7 @@ class _OpenLoop:
 
     def _num_due(self, now_s: float) -> int:
         """Return the number of arrived requests that are not queued yet."""
-        due = itertools.takewhile(lambda index: self._requests[index].arrival_s <= now_s, self._due)
-        return sum(1 for _ in itertools.islice(due, len(self._free_since_s)))
+        return min(bisect_right(self._due, (now_s, len(self._requests))), len(self._free_since_s))
 
 
 _PREFIX = "bench-"

@@ -100,13 +100,23 @@ async def _run(server: Server, requests: Sequence[TimedRequest], max_concurrency
         headers=_headers(server.api_key),
         timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
     ) as session:
-        for index in sorted(range(len(requests)), key=lambda index: requests[index].arrival_s):
+
+        async def serve(index: int) -> _Reply:
+            """Send a request when it is due, which a later turn of a session is after its pause."""
             request = requests[index]
-            await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.monotonic()))
-            arrival_s = max(request.arrival_s, await free_since_s.get())
-            task = asyncio.create_task(_ask(session, server, request, arrival_s))
-            task.add_done_callback(lambda _: free_since_s.put_nowait(time.monotonic() - start_s))
-            tasks[index] = task
+            due_s = request.arrival_s
+            if request.after is not None:
+                await tasks[request.after]
+                due_s += time.monotonic() - start_s
+            await asyncio.sleep(max(0.0, start_s + due_s - time.monotonic()))
+            arrival_s = max(due_s, await free_since_s.get())
+            try:
+                return await _ask(session, server, request, arrival_s)
+            finally:
+                free_since_s.put_nowait(time.monotonic() - start_s)
+
+        for index in sorted(range(len(requests)), key=lambda index: requests[index].arrival_s):
+            tasks[index] = asyncio.create_task(serve(index))
         replies = await asyncio.gather(*(tasks[index] for index in range(len(requests))))
     traces, failures = [], []
     for reply in replies:
@@ -130,6 +140,7 @@ async def _ask(session: ClientSession, server: Server, request: TimedRequest, ar
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **({"session_id": request.session} if request.session else {}),
     }
     reply = _Reply(request, arrival_s)
     try:

@@ -1,13 +1,15 @@
 """Workloads: only lengths and arrival times, so that they apply to any engine and vocabulary.
 
 The file format is {"name", "seed", "requests": [{"prompt_len", "output_len", "arrival_s", "prefix_id",
-"prefix_len"}]}. Lengths count tokens; `arrival_s` is seconds after the start. Requests with the same `prefix_id` (not
-null) share their first `prefix_len` tokens. Outputs are greedy and ignore the end-of-sequence token: `output_len` is
-exact.
+"prefix_len", "session_id", "pause_s"}]}. Lengths count tokens; `arrival_s` is seconds after the start. Requests with
+the same `prefix_id` (not null) share their first `prefix_len` tokens. Requests with the same `session_id` (not null)
+are turns of a conversation: they also share the tokens after those, as far as both have them, and each arrives
+`pause_s` seconds after the end of the one before. Outputs are greedy and ignore the end-of-sequence token:
+`output_len` is exact. A later turn's prompt has other tokens in their place.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, no_type_check
@@ -17,13 +19,17 @@ from numpy.typing import NDArray
 
 from jaxserve.api.schema import ANY, FILLED_TEXT, OBJECT, Schema, integer, list_of, number
 from jaxserve.errors import ConfigError
+from jaxserve.tools.bench.agentic import SMALL, AgenticSizes, turns
 
-BUILT_IN = ("mixed-64", "single", "shared-prefix-64", "long-tail-128", "long-prompts-32", "poisson-128", "chat-16x4")
+BUILT_IN = (
+    *("mixed-64", "single", "shared-prefix-64", "long-tail-128", "long-prompts-32", "poisson-128", "chat-16x4"),
+    "agentic",
+)
 LOWEST_ID = 10  # smaller ids tend to be special tokens
 
 _LENGTHS_SEED = 20261121
 _TOKENS_SEED = 1234
-_OWN, _SHARED, _ARRIVALS = 0, 1, 2  # independent random streams
+_OWN, _SHARED, _ARRIVALS, _SESSIONS = 0, 1, 2, 3  # independent random streams
 _WORKLOAD = {
     "name": FILLED_TEXT,
     "seed": integer(0),
@@ -41,11 +47,15 @@ class WorkloadRequest:
     arrival_s: float = 0.0
     prefix_id: int | None = None
     prefix_len: int = 0
+    session_id: int | None = None
+    pause_s: float = 0.0
 
     def __post_init__(self) -> None:
         _REQUEST.check(self)
         if self.prefix_len > self.prompt_len:
             raise ConfigError(f"prefix_len must be at most prompt_len, got {self.prefix_len} and {self.prompt_len}")
+        if self.pause_s and self.session_id is None:
+            raise ConfigError(f"pause_s needs session_id, the turn's conversation, got only {self.pause_s}")
 
 
 _LENGTH = integer(1)
@@ -58,6 +68,8 @@ _REQUEST = Schema(
         "arrival_s": number(0),
         "prefix_id": integer(0).optional(),
         "prefix_len": integer(0),
+        "session_id": integer(0).optional(),
+        "pause_s": number(0),
     },
 )
 
@@ -88,12 +100,15 @@ class Workload:
         """
         period_s = max(r.arrival_s for r in self.requests)
         num_prefixes = 1 + max((r.prefix_id for r in self.requests if r.prefix_id is not None), default=-1)
+        num_sessions = 1 + max((r.session_id for r in self.requests if r.session_id is not None), default=-1)
 
         def request(index: int) -> WorkloadRequest:
             repetition, first = divmod(index, len(self.requests))
             r = self.requests[first]
             prefix_id = None if r.prefix_id is None else r.prefix_id + repetition * num_prefixes
-            return replace(r, arrival_s=r.arrival_s + repetition * period_s, prefix_id=prefix_id)
+            session_id = None if r.session_id is None else r.session_id + repetition * num_sessions
+            arrival_s = r.arrival_s + repetition * period_s
+            return replace(r, arrival_s=arrival_s, prefix_id=prefix_id, session_id=session_id)
 
         return replace(self, requests=tuple(map(request, range(num_requests))))
 
@@ -127,7 +142,15 @@ def parse_workload(content: object) -> Workload:
 
 
 def token_ids(workload: Workload, vocab_size: int) -> list[list[int]]:
-    """Return each request's prompt, ids uniform in [LOWEST_ID, vocab_size); each prefix has its own random stream."""
+    """Return each request's prompt; see `iter_token_ids`."""
+    return list(iter_token_ids(workload, vocab_size))
+
+
+def iter_token_ids(workload: Workload, vocab_size: int) -> Iterator[list[int]]:
+    """Yield each request's prompt, ids uniform in [LOWEST_ID, vocab_size).
+
+    Each prefix, each session and each other request has its own random stream.
+    """
     if vocab_size <= LOWEST_ID:
         raise ConfigError(f"a workload needs a vocabulary of more than {LOWEST_ID} tokens, got {vocab_size}")
 
@@ -136,11 +159,10 @@ def token_ids(workload: Workload, vocab_size: int) -> list[list[int]]:
         ids: list[int] = _stream(workload, stream, index).integers(LOWEST_ID, vocab_size, count).tolist()
         return ids
 
-    prompts = []
     for index, request in enumerate(workload.requests):
         prefix = [] if request.prefix_id is None else draw(_SHARED, request.prefix_id, request.prefix_len)
-        prompts.append(prefix + draw(_OWN, index, request.prompt_len - len(prefix)))
-    return prompts
+        own = (_OWN, index) if request.session_id is None else (_SESSIONS, request.session_id)
+        yield prefix + draw(*own, request.prompt_len - len(prefix))
 
 
 def poisson_arrivals(workload: Workload, rate: float, seed: int = 0) -> list[float]:
@@ -162,6 +184,7 @@ def _parse_request(index: int, content: object) -> WorkloadRequest:
     """Return the request in an entry of a workload file; ConfigError names its index."""
     try:
         required, optional = {"prompt_len", "output_len"}, {"arrival_s", "prefix_id", "prefix_len"}
+        optional |= {"session_id", "pause_s"}
         return WorkloadRequest(**_checked_keys("a request", content, required, optional))
     except ConfigError as error:
         raise ConfigError(f"request {index}: {error}") from error
@@ -201,7 +224,18 @@ def _built_in_requests() -> dict[str, list[WorkloadRequest]]:
         "long-prompts-32": [WorkloadRequest(1500 if i % 8 == 0 else 64, 32) for i in range(32)],  # chunked prefill
         "poisson-128": poisson,  # TTFT and TPOT under load
         "chat-16x4": [_chat_turn(chat, turn) for turn in range(4) for chat in range(16)],  # reuse across turns
+        "agentic": agentic_requests(SMALL),  # sessions with tool calls, which reuse nearly all of each prompt
     }
+
+
+def agentic_requests(sizes: AgenticSizes, seed: int = _LENGTHS_SEED) -> list[WorkloadRequest]:
+    """Return the turns of agents' sessions with these sizes, one session after another."""
+    return [
+        WorkloadRequest(
+            turn.prompt_len, sizes.output_len, turn.start_s, turn.system, sizes.system_len, turn.session, turn.pause_s
+        )
+        for turn in turns(sizes, np.random.default_rng(seed))
+    ]
 
 
 def _requests(

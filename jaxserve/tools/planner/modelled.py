@@ -1,11 +1,17 @@
-"""Executor that simulates steps: each takes the time that a roofline predicts, on a simulated clock."""
+"""Executor that simulates steps: each takes the time that a roofline predicts, on a simulated clock.
 
+A page mover simulates the copies from a lower tier on the same clock.
+"""
+
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 
 from jaxserve.models.registry import flop_counts
 from jaxserve.scheduling.executor_protocol import StepResult
+from jaxserve.scheduling.kv_cache.stored_pages import StoredPages
+from jaxserve.scheduling.kv_cache.transfers import EndedMoves, Move, Requested
 from jaxserve.scheduling.step_costs import Costs
 from jaxserve.scheduling.step_plan import StepPlan, StepShape, cheapest
 from jaxserve.tools.planner.speed import Roofline
@@ -80,6 +86,58 @@ class ModelledExecutor:
     def restore_state(self) -> bool:
         """Return False: no device state was lost, so there is nothing to restore."""
         return False
+
+    def close(self) -> None:
+        pass
+
+
+class ModelledMover:
+    """`PageMover` over a simulated tier: each load takes the same time, one after another; stores take none.
+
+    Args:
+        executor: executor with the clock.
+        num_pages: capacity of the tier.
+        page_s: time to load a page.
+    """
+
+    def __init__(self, executor: ModelledExecutor, num_pages: int, page_s: float) -> None:
+        self._executor, self._num_pages, self._page_s = executor, num_pages, page_s
+        self._loading: deque[tuple[float, int]] = deque()  # end time and key of each load, in order
+        self._ended: list[EndedMoves] = []
+
+    def new_tiers(self) -> list[StoredPages]:
+        """Return the scheduler's index of the tier."""
+        return [StoredPages("disk", self._num_pages, outlives_device=True)]
+
+    @property
+    def next_end_s(self) -> float | None:
+        """Time at which the next load ends; None if there is none."""
+        return self._loading[0][0] if self._loading else None
+
+    def start_moves(self, requested: Requested) -> None:
+        """Start the moves that the scheduler has requested."""
+        if requested.forgotten:
+            self._ended.append(EndedMoves([move.key for move in requested.forgotten], ok=False))
+        moves = [each for each in requested.work if isinstance(each, Move)]
+        if stored := [move.key for move in moves if not move.is_load]:
+            self._ended.append(EndedMoves(stored, ok=True))
+        for move in moves:
+            if move.is_load:
+                start_s = max(self._executor.now_s, self._loading[-1][0] if self._loading else 0.0)
+                self._loading.append((start_s + self._page_s, move.key))
+
+    def take_ended(self) -> list[EndedMoves]:
+        """Return the moves that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        loaded = []
+        while self._loading and self._loading[0][0] <= self._executor.now_s:
+            loaded.append(self._loading.popleft()[1])
+        return [*ended, EndedMoves(loaded, ok=True)] if loaded else ended
+
+    def forget(self) -> None:
+        """Forget all moves."""
+        self._loading.clear()
+        self._ended = []
 
     def close(self) -> None:
         pass
