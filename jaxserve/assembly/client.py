@@ -30,6 +30,7 @@ from jaxserve.scheduling.wait_estimate import OutputLengths, Wait
 
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
+    from jaxserve.api.token_ids import TokenIds
     from jaxserve.assembly.parameters import Weights
     from jaxserve.core.adapter_names import AdapterSource, LoadedAdapter
     from jaxserve.core.status import MemoryState
@@ -153,6 +154,16 @@ class CoreClient:
         """Return the device that the core runs on."""
         device: Device = self._call("describe_device")
         return device
+
+    def save_pages(self, token_ids: TokenIds, salt: str) -> int:
+        """Write the stored pages durably, and return how many of these tokens have theirs on disk."""
+        num_tokens: int = self._call("save_pages", token_ids, salt)
+        return num_tokens
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Return the size of keys and values for this number of tokens in a replica's pool."""
+        num_bytes: int = self._call("kv_bytes", num_tokens)
+        return num_bytes
 
     def close(self) -> None:
         """Abort all requests, free all memory and end the process."""

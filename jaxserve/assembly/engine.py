@@ -17,6 +17,7 @@ from jaxserve.core.events import CacheReset
 from jaxserve.core.frontend import Frontend
 from jaxserve.core.replica import Replica
 from jaxserve.core.request_reader import RequestReader
+from jaxserve.core.sessions import SavedSession, Sessions
 from jaxserve.core.step_chooser import StepChooser
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.batch import MAX_EOS_IDS
@@ -91,7 +92,8 @@ class Engine:
             is_lock_step=host.peers is not None,
             adapters=self.adapters,
         )
-        self.frontend = Frontend(host.send, host.outbox, self.stats, self.arch.pooler)
+        self.sessions = Sessions.at(config.kv_offloading_path, has_prefix_cache=config.enable_prefix_caching)
+        self.frontend = Frontend(host.send, host.outbox, self.stats, self.arch.pooler, self.sessions.note)
 
     # Requests
 
@@ -111,6 +113,21 @@ class Engine:
         self.host.memory.check_open()
         self.host.send(CacheReset())
         self.host.take_events()
+
+    def save_session(self, name: str, tenant: str = "", *, saved_as: str | None = None) -> SavedSession:
+        """Save the latest turn of a conversation, after its pages; callable from any thread.
+
+        Args:
+            name: name of the conversation.
+            tenant: its owner.
+            saved_as: name to save it under; the conversation's if None.
+
+        Raises:
+            RequestError: there is no such conversation, or it cannot be saved.
+        """
+        session = self.sessions.latest(name, tenant)
+        num_stored = self.host.save_pages(session.token_ids, session.salt)
+        return SavedSession(self.sessions.write(session, saved_as or name), num_stored)
 
     # Weights and memory
 

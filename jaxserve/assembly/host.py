@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from jaxserve.api.config import EngineConfig
+    from jaxserve.api.token_ids import TokenIds
     from jaxserve.assembly.parameters import Weights
     from jaxserve.core.adapter_names import AdapterSource, LoadedAdapter
     from jaxserve.core.status import MemoryState
@@ -205,6 +206,21 @@ class CoreHost:
     def describe_device(self) -> Device:
         """Return the device that the core runs on."""
         return describe_device()
+
+    def save_pages(self, token_ids: TokenIds, salt: str) -> int:
+        """Write the stored pages durably, and return how many of these tokens have theirs on disk.
+
+        Callable from any thread.
+
+        Args:
+            token_ids: tokens of a sequence that no request uses.
+            salt: its prefix cache namespace.
+        """
+        return max([replica.save_pages(token_ids, salt) for replica in self.core.replicas])
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Return the size of a number of tokens in a replica's pool; callable from any thread."""
+        return num_tokens * self.core.replicas[0].executor.costs.kv_token_bytes
 
     def close_files(self) -> None:
         """Complete and close the event logs and the files of pages."""

@@ -39,6 +39,7 @@ class Frontend:
         outbox: deltas from the core, or the exception by which it lost all requests.
         stats: totals, updated with output tokens and finished requests.
         pooler: pooler of a pooling model; None if it generates.
+        on_end: called with each request that has ended.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Frontend:
         outbox: deque[Delta | BaseException],
         stats: EngineStats,
         pooler: Pooler | None,
+        on_end: Callable[[RequestGroup], None] = lambda _: None,
     ) -> None:
         self._send, self._outbox, self._stats, self._pooler = send, outbox, stats, pooler
+        self._on_end = on_end
         self._groups: dict[str, RequestGroup] = {}
         # Unfinished samples by key: a step in flight may still hold an earlier request with the same id.
         self._samples: dict[int, tuple[RequestGroup, int]] = {}
@@ -248,6 +251,7 @@ class Frontend:
         if group.finish(index, reason, at_s, stop):
             del self._groups[group.request_id]
             self._stats.num_finished += 1
+            self._on_end(group)
         # Last of all: `_take` looks here for the requests that an error concerns.
         self._samples.pop(group.requests[index].key, None)
 

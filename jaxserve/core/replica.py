@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,8 @@ from jaxserve.core.events import (
 from jaxserve.core.step_chooser import StepChooser
 from jaxserve.core.step_stats import InFlight, StepStatsWriter
 from jaxserve.scheduling.executor_protocol import Executor, StepResult
+from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
+from jaxserve.scheduling.kv_cache.stored_pages import PageKey
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.shard_view import ShardView
@@ -32,10 +35,13 @@ from jaxserve.scheduling.step_plan import LoadCosts, StepPlan
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
     from jaxserve.api.metrics import EngineStats
+    from jaxserve.api.token_ids import TokenIds
     from jaxserve.models.arch import ArchConfig
     from jaxserve.scheduling.kv_cache.transfers import PageMover
 
 logger = logging.getLogger(__name__)
+
+SYNC_S = 5.0  # time to wait for page moves that were requested and have not started
 
 
 class StepTokens(NamedTuple):
@@ -85,7 +91,8 @@ class Replica:
         mover: PageMover | None = None,
     ) -> None:
         self.executor, self.mover = executor, mover
-        self.scheduler = Scheduler(executor.schedule, tiers=[] if mover is None else mover.new_tiers())
+        self._tiers = [] if mover is None else mover.new_tiers()
+        self.scheduler = Scheduler(executor.schedule, tiers=self._tiers)
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.chooser = new_chooser(config, self.scheduler, executor, self.step_stats.step_time)
         self.in_flight: deque[InFlight] = deque()
@@ -138,6 +145,28 @@ class Replica:
             self.mover.start_moves(self.scheduler.take_moves())
             for keys, ok in self.mover.take_ended():
                 self.transferred(Transferred(keys, ok))
+
+    def save_pages(self, token_ids: TokenIds, salt: str) -> int:
+        """Write the stored pages durably; return how many of a sequence's tokens have theirs in a tier that survives.
+
+        Callable from any thread.
+
+        Args:
+            token_ids: tokens of the sequence.
+            salt: its prefix cache namespace.
+        """
+        if self.mover is None:
+            return 0
+        until_s = time.monotonic() + SYNC_S
+        while self.scheduler.has_moves and time.monotonic() < until_s:  # the core's thread starts them after its step
+            time.sleep(0.001)
+        self.mover.sync()
+        groups = self.executor.schedule.kv_groups
+        tiers = [tier for tier in self._tiers if tier.outlives_device]
+        hashes = PrefixHashes(groups.page_size).prompt_pages(token_ids, salt.encode(errors="surrogatepass"))
+        group = groups.full[0] if groups.full else 0
+        stored = [any(PageKey(group, page_hash) in tier for tier in tiers) for page_hash in hashes]
+        return groups.page_size * sum(stored)
 
     def withdraw(self) -> list[Request]:
         """Remove and return, in order, the waiting requests whose tokens are all known."""

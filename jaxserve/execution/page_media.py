@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -32,6 +33,7 @@ OpenArchive = Callable[[Params], PageArchive]
 MAX_UNWRITTEN_PAGES = 1024  # pages that wait for the file; with more, pages are not stored
 NEW_FRACTION = 1 / 16  # weight of the last read in the mean time per read
 HALF_LIFE_S = 20.0  # of the mean time per read while nothing is read
+SYNC_S = 120.0  # maximum time to wait for the disk
 _counting = threading.Lock()  # held to add to the totals, as several I/O threads have the same ones
 
 
@@ -68,6 +70,9 @@ class Medium(Protocol):
 
     def forget_device(self) -> None:
         """Delete pages that a device failure may have destroyed."""
+
+    def sync(self) -> None:
+        """Wait until stored pages survive the process and the machine, if they can; callable from any thread."""
 
     def close(self) -> None:
         """Complete the stores and free all resources. Has no effect the second time."""
@@ -120,6 +125,9 @@ class HostPages:
     def forget_device(self) -> None:
         """Free all pages: the latest may have been copied from destroyed ones."""
         self._pages.clear()
+
+    def sync(self) -> None:
+        """Do nothing: the pages are those of this process."""
 
     def close(self) -> None:
         """Free all pages."""
@@ -184,6 +192,18 @@ class DiskPages:
 
     def forget_device(self) -> None:
         """Do nothing: pages that cannot be read from the device are not written."""
+
+    def sync(self) -> None:
+        """Write the stored pages, and wait until the disk has them; callable from any thread."""
+        done = threading.Event()
+
+        def sync() -> None:
+            self._archive.sync()
+            done.set()
+
+        with suppress(RuntimeError):  # closed, with all pages written
+            self._submit(self._changes, sync)
+            done.wait(SYNC_S)
 
     def close(self) -> None:
         """Write the stored pages, and close the file."""

@@ -183,6 +183,11 @@ class PageMover:
         pages = [move.page for move in moves]
         return np.array(pages + pages[-1:] * (size - len(pages)), np.int32)
 
+    def sync(self) -> None:
+        """Write the pages stored so far durably; callable from any thread."""
+        for medium in self._media:
+            medium.sync()
+
     def forget(self) -> None:
         """Forget all moves, after a failure: none of them writes to a device page any more."""
         self._loading.clear()

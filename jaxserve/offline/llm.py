@@ -34,6 +34,7 @@ from jaxserve.offline.offline_calls import (
     priorities,
 )
 from jaxserve.offline.pooling_calls import PoolingCalls, require_tokenizer
+from jaxserve.offline.saved_sessions import SavedSessions
 from jaxserve.text.loading import load_hf_tokenizer
 from jaxserve.text.messages import Message
 
@@ -369,6 +370,11 @@ class LLM(PoolingCalls):
         """
         with self._threads.paused() as engine:
             engine.host.wake_up(tags)
+
+    @property
+    def sessions(self) -> SavedSessions:
+        """Conversations that outlive the engine."""
+        return SavedSessions(self.engine, self._calls)
 
     @property
     def is_sleeping(self) -> bool:

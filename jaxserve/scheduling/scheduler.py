@@ -261,6 +261,11 @@ class Scheduler:
         for shard in self.shards:
             shard.transferred(keys, ok=ok)
 
+    @property
+    def has_moves(self) -> bool:
+        """True if page moves were requested that have not started; callable from any thread."""
+        return self._transfers.has_requested
+
     def take_moves(self) -> Requested:
         """Return the page moves requested since the last call; they start after the step that was planned meanwhile."""
         return self._transfers.take_requested()

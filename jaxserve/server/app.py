@@ -32,6 +32,7 @@ from jaxserve.server.http import ClientGoneError
 from jaxserve.server.info import POOLING_PATHS, Info
 from jaxserve.server.orca import REQUEST_HEADER, load_header
 from jaxserve.server.service import Service
+from jaxserve.server.sessions import SessionCalls
 
 if TYPE_CHECKING:
     from jaxserve.assembly.engine import Engine
@@ -77,6 +78,7 @@ class App:
         self._watch: asyncio.Task[None] | None = None
         generation, info = Generation(self.service), Info(self.service)
         self._model = info.model
+        self._sessions = SessionCalls(self.service)
         self._batches: Batches | None = None
         if config.batch_dir is not None:
             from jaxserve.server.batches.api import Batches  # noqa: PLC0415 - fcntl, which not every system has
@@ -176,6 +178,8 @@ class App:
         handler = self._handlers.get((method, call.path))
         if handler is None and method == "GET" and call.path.startswith("/v1/models/"):
             handler = self._model
+        if handler is None:
+            handler = self._sessions.handler(method, call.path)
         if handler is None and self._batches is not None:
             handler = self._batches.handler(method, call.path)
         if handler is None:
@@ -230,6 +234,7 @@ class App:
     def _methods(self, path: str) -> list[str]:
         """Return the HTTP methods that a path may be called with."""
         methods = [method for method, known in self._handlers if known == path]
+        methods += self._sessions.methods(path)
         return sorted([*methods, *(self._batches.methods(path) if self._batches is not None else ())])
 
     def _retry_after(self, error: BadRequestError) -> list[tuple[bytes, bytes]]:

@@ -160,10 +160,10 @@ class Generation:
     def _prepare_all(self, interface: Interface, request: ParsedRequest) -> list[RequestGroup]:
         """Return a group for each prompt of a request; RequestError if the engine cannot serve one."""
         self._engine.host.check_serve()
-        read, name = self._engine.reader.read, interface.prefix
+        name = interface.prefix
         groups: list[RequestGroup] = []
         read = partial(
-            read,
+            self._engine.reader.read,
             cache_salt=request.cache_salt,
             tenant=request.tenant,
             priority=request.priority or 0,

@@ -1,6 +1,7 @@
 """Atomic replacement of files: readers see either the old or the new content, and after a kill the old one."""
 
 import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -11,15 +12,33 @@ _PREFIX = ".jaxserve-"
 STALE_S = 3600.0  # longer than any write: older temporary files were left by a kill
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes, *, is_durable: bool = False) -> None:
     """Replace the file's content atomically.
+
+    Args:
+        path: the file.
+        content: its new content.
+        is_durable: True to return after the disk has it, so that it also outlives the machine's power.
 
     Raises:
         OSError: the file cannot be written; it is unchanged.
     """
     with _temporary_sibling(path) as temporary:
         temporary.write_bytes(content)
+        if is_durable:
+            _sync(temporary)
         temporary.replace(path)
+    if is_durable and os.name != "nt":  # where directories cannot be opened
+        _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a directory."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def check_writable(path: Path) -> None:

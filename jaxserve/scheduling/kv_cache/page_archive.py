@@ -120,6 +120,13 @@ class PageArchive:
         except OSError as error:
             self._note_error("empty", error)
 
+    def sync(self) -> None:
+        """Wait until the disk has all pages written so far."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            self._note_error("sync", error)
+
     def close(self) -> None:
         """Close the file and let others use it; has no effect the second time."""
         if self._closing.alive:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from struct import calcsize, pack
 
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.scheduling.request import Request
 
@@ -40,6 +41,11 @@ class PrefixHashes:
                 hashes += self._prompt_hashes(request)
             self._extend(hashes, request, num_full)
         return hashes
+
+    def prompt_pages(self, token_ids: TokenIds, salt: bytes) -> list[bytes]:
+        """Return the hashes of the full pages of any sequence."""
+        num_full = len(token_ids) // self._page_size
+        return self.full_pages(Request("", token_ids, SamplingParams(), 0, len(token_ids) + 1, salt=salt))[:num_full]
 
     def last_page(self, request: Request, num_tokens: int) -> bytes:
         """Return the hash of the partly filled page that holds token `num_tokens - 1`."""

@@ -27,13 +27,17 @@ class StoredPages:
         num_pages: capacity.
         keys: pages in the tier, the one to evict first in front.
         outlives_device: True if a device failure leaves its content intact.
+
+    Attributes:
+        name: the tier's name.
+        outlives_device: see above.
     """
 
     def __init__(
         self, name: str, num_pages: int, keys: Iterable[PageKey] = (), *, outlives_device: bool = False
     ) -> None:
         self.name = name
-        self._num_pages, self._outlives_device = num_pages, outlives_device
+        self._num_pages, self.outlives_device = num_pages, outlives_device
         self._stored: OrderedDict[PageKey, int | None] = OrderedDict.fromkeys(keys)  # move that stored each page
         self._sources: dict[int, tuple[PageKey, int | None]] = {}  # by load: its page, and the move that stored it
 
@@ -82,5 +86,5 @@ class StoredPages:
     def restart(self) -> None:
         """Forget all moves, and content that a device failure may have destroyed."""
         self._sources.clear()
-        if not self._outlives_device:
+        if not self.outlives_device:
             self._stored.clear()

@@ -104,6 +104,9 @@ class PageMover(Protocol):
     def take_ended(self) -> list[EndedMoves]:
         """Return the moves that have ended since the last call: steps launched from now on may read loaded pages."""
 
+    def sync(self) -> None:
+        """Write the pages stored so far durably; callable from any thread."""
+
     def forget(self) -> None:
         """Forget all moves: none of them writes to a device page any more."""
 
@@ -172,6 +175,11 @@ class Transfers:
     def pays(self, num_blocks: int) -> bool:
         """Return whether to load this number of blocks is faster than to compute them."""
         return num_blocks >= self._min_blocks
+
+    @property
+    def has_requested(self) -> bool:
+        """True if work was requested that nobody has taken yet; callable from any thread."""
+        return bool(self._requested.work)
 
     def reaches(self, group: int, page_hash: object) -> bool:
         """Return whether a page can be loaded from a tier that is faster than computing, or is being loaded."""

@@ -1,0 +1,214 @@
+"""Sessions: conversations that can be saved by name, and continued by a later engine.
+
+The engine remembers each conversation's latest tokens, by its `ReuseHint.group`. Saving a conversation writes them to a
+file next to the disk tier's pages, after the pages themselves. Nothing depends on the pages: missing ones are computed
+again, and a page is found only by its hash over salt and tokens, in a file for the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxserve.api.cached_tokens import CachedTokens
+from jaxserve.api.reuse_hint import ReuseHint
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.token_ids import TokenIds
+from jaxserve.core.prompt import USER_SALT
+from jaxserve.errors import RequestError, brief
+from jaxserve.system.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from jaxserve.api.outputs import RequestOutput
+    from jaxserve.core.growing_outputs import RequestGroup
+
+MAX_TURNS = 4096  # conversations whose latest turn is remembered
+MAX_NAME_LEN = 256
+_VERSION = 1
+RESTORING = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # parameters for `Session.prompt`
+
+
+class UnknownSessionError(RequestError):
+    """There is no conversation with this name."""
+
+
+class NoSessionsError(RequestError):
+    """The engine cannot save conversations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A conversation, up to a turn's end.
+
+    Attributes:
+        name: its name, unique for a tenant.
+        token_ids: the turn's prompt and output.
+        salt: prefix cache namespace for its pages.
+        tenant: owner; empty without tenants.
+        created_s: time when it was saved, in seconds since 1970; 0 before.
+    """
+
+    name: str
+    token_ids: TokenIds
+    salt: str
+    tenant: str = ""
+    created_s: float = 0.0
+
+    def prompt(self, max_tokens: int) -> dict[str, Any]:
+        """Return the prompt that loads or computes its pages, of at most `max_tokens` tokens."""
+        salt = self.salt.removeprefix(USER_SALT)
+        hint = ReuseHint(self.name)
+        return {"prompt_token_ids": self.token_ids[:max_tokens], "cache_salt": salt or None, "reuse": hint}
+
+    def renamed(self, name: str) -> Session:
+        """Return a session with another name."""
+        return replace(self, name=name)
+
+    def restored(self, output: RequestOutput) -> RestoredSession:
+        """Return the result, given the output for its prompt."""
+        cached = output.cached_tokens
+        return RestoredSession(self, cached, len(output.prompt_token_ids) - cached.total)
+
+
+class SavedSession(NamedTuple):
+    """Result of saving a session.
+
+    Attributes:
+        session: what was saved.
+        num_stored_tokens: number of its tokens whose keys and values are on disk; the others are computed again.
+    """
+
+    session: Session
+    num_stored_tokens: int
+
+
+class RestoredSession(NamedTuple):
+    """Result of restoring a session.
+
+    Attributes:
+        session: the conversation, which can be continued.
+        cached_tokens: its tokens whose keys and values were found, by tier.
+        num_computed_tokens: number of its tokens that were computed again.
+    """
+
+    session: Session
+    cached_tokens: CachedTokens
+    num_computed_tokens: int
+
+
+class Sessions:
+    """Latest turns of conversations, and the saved ones. Callable from any thread.
+
+    Args:
+        directory: where saved ones lie; None if none can be saved.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._latest: OrderedDict[tuple[str, str], Session] = OrderedDict()
+
+    @classmethod
+    def at(cls, kv_offloading_path: str | None, *, has_prefix_cache: bool) -> Sessions:
+        """Return sessions for an engine whose disk tier is at this path; None is no disk tier."""
+        if kv_offloading_path is None or not has_prefix_cache:
+            return cls(None)
+        return cls(Path(kv_offloading_path) / "sessions")
+
+    def note(self, group: RequestGroup) -> None:
+        """Remember a request that has ended as its conversation's latest turn, if it has a conversation."""
+        request = group.requests[0]
+        if self._directory is None or request.reuse is None or not request.reuse.group or group.error is not None:
+            return
+        tokens = [*request.prompt_token_ids, *group.output.outputs[0].token_ids]
+        self.remember(Session(request.reuse.group, tokens, request.salt.decode(errors="surrogatepass"), request.tenant))
+
+    def remember(self, session: Session) -> None:
+        """Make a session its conversation's latest turn."""
+        key = session.tenant, session.name
+        self._latest[key] = session
+        self._latest.move_to_end(key)
+        if len(self._latest) > MAX_TURNS:
+            self._latest.popitem(last=False)
+
+    def latest(self, name: str, tenant: str = "") -> Session:
+        """Return the latest turn of a conversation; UnknownSessionError if there is none."""
+        self._require()
+        if (session := self._latest.get((tenant, name))) is None:
+            raise UnknownSessionError(
+                f"no request of this engine belongs to the session {brief(name)}; "
+                "give its requests this session_id, or a ReuseHint with this group"
+            )
+        return session
+
+    def forget(self, name: str, tenant: str = "") -> int:
+        """Forget the latest turn of a conversation; return its number of tokens."""
+        self._require()
+        session = self._latest.pop((tenant, name), None)
+        return 0 if session is None else len(session.token_ids)
+
+    def write(self, session: Session, name: str) -> Session:
+        """Write a session durably under a name, and return it as it was written.
+
+        Raises:
+            RequestError: the name is too long, or the file cannot be written.
+        """
+        path = self._path(name, session.tenant)
+        saved = Session(name, session.token_ids, session.salt, session.tenant, time.time())
+        content = {"version": _VERSION, **asdict(saved)}
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(path, json.dumps(content).encode(), is_durable=True)
+        except OSError as error:
+            raise RequestError(f"the session {brief(name)} cannot be saved: {error.strerror}") from error
+        return saved
+
+    def read(self, name: str, tenant: str = "") -> Session:
+        """Return a saved session; UnknownSessionError if there is none."""
+        session = _read(self._path(name, tenant))
+        if session is None or (session.name, session.tenant) != (name, tenant):
+            raise UnknownSessionError(f"there is no saved session {brief(name)}; save it first")
+        return session
+
+    def list(self, tenant: str = "") -> list[Session]:
+        """Return a tenant's saved sessions, the latest first."""
+        directory = self._require()
+        found = [_read(path) for path in directory.glob("*.json")]
+        own = [session for session in found if session is not None and session.tenant == tenant]
+        return sorted(own, key=lambda session: -session.created_s)
+
+    def delete(self, name: str, tenant: str = "") -> None:
+        """Delete a saved session; UnknownSessionError if there is none. Its pages age as others do."""
+        path = self._path(self.read(name, tenant).name, tenant)
+        path.unlink(missing_ok=True)
+
+    def _require(self) -> Path:
+        """Return the directory; NoSessionsError if there is none."""
+        if self._directory is None:
+            raise NoSessionsError(
+                "sessions are saved next to pages on disk, and this engine has none; start it with kv_offloading_path "
+                "and enable_prefix_caching"
+            )
+        return self._directory
+
+    def _path(self, name: str, tenant: str) -> Path:
+        """Return the file of a session, whose name tells nothing."""
+        if not 0 < len(name) <= MAX_NAME_LEN:
+            raise RequestError(f"the name of a session must have 1 to {MAX_NAME_LEN} characters, got {len(name)}")
+        digest = blake2b(json.dumps([tenant, name]).encode(), digest_size=16).hexdigest()
+        return self._require() / f"{digest}.json"
+
+
+def _read(path: Path) -> Session | None:
+    """Return the session in a file; None if there is none, or another version's."""
+    try:
+        content: Any = json.loads(path.read_bytes())
+        if content.pop("version") != _VERSION:
+            return None
+        return Session(**content)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
