@@ -90,6 +90,9 @@ class SlowMover:
         ended, self._ended = self._ended, []
         return ended
 
+    def sync(self):
+        """Nothing is written."""
+
     def forget(self):
         self.moves.clear()
         self._before.clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxserve.api.chat_options import ChatOptions, read_template
+from jaxserve.api.kv_events_config import KVEventsConfig
 from jaxserve.api.option_values import read_object, read_targets, read_tenant_weights
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
@@ -174,6 +175,9 @@ class EngineConfig:
         engine_process: run scheduler and model in a separate process; this one keeps tokenizer, texts and HTTP. Steps
             then do not wait for Python code that is busy with other work, but each needs a message between the
             processes. Not in runs over several processes.
+        kv_events_config: publication of prefix cache changes over ZeroMQ, for routers: a KVEventsConfig, or its fields
+            under vLLM's names, as a dict or as JSON. It sends token ids, unencrypted, to all who connect. Needs the
+            extra `events`.
         event_log: file that records the scheduler's inputs, including prompts: at most 1 GiB of JSON lines, with one
             more file per further replica. `python -m jaxserve.core.event_log FILE` replays the plans. None records
             nothing.
@@ -237,6 +241,7 @@ class EngineConfig:
     max_lora_rank: int = 16
     max_cpu_loras: int | None = None
     engine_process: bool = False
+    kv_events_config: str | Mapping[str, Any] | KVEventsConfig | None = None
     event_log: str | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EngineConfig:
@@ -254,6 +259,7 @@ class EngineConfig:
         vars(self)["speculative_config"] = SpeculationConfig.from_value(self.speculative_config)
         vars(self)["kv_eviction"] = read_budget(EvictionConfig, self.kv_eviction)
         vars(self)["sparse_attention"] = read_budget(SparseAttentionConfig, self.sparse_attention)
+        vars(self)["kv_events_config"] = KVEventsConfig.from_value(self.kv_events_config)
         _check_combinations(self)
         _check_tiers(self)
         check_sparsity(self)
@@ -324,6 +330,11 @@ class EngineConfig:
     def page_budget(self) -> int | None:
         """Maximum tokens in the pages that an output token chooses; None if it sees all."""
         return None if self.sparsity is None else self.sparsity.budget
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Publication of prefix cache changes; None without it."""
+        return KVEventsConfig.from_value(self.kv_events_config)
 
     @property
     def model_path(self) -> Path:

@@ -119,7 +119,6 @@ _ENGINE: Sequence[Row] = (
     ("all weights stay on the device", (0,), "cpu_offload_gb"),
     ("num_pages and gpu_memory_utilization size the KV cache", (None,), "kv_cache_memory_bytes"),
     ("every engine can sleep", _BOOLS, "enable_sleep_mode"),
-    ("there are no KV cache events", (None,), "kv_events_config"),
     # Several devices
     ("only tensor and expert parallelism split a model", (1,), "pipeline_parallel_size decode_context_parallel_size"),
     ("one process drives all its devices", (None, "uni"), "distributed_executor_backend"),
@@ -274,7 +273,7 @@ _SHARED = (  # EngineConfig fields with vLLM's name and meaning; None means the 
     "kv_offloading_size",
     *("seed", "runner", "convert", "pooler_config", "hf_overrides", "generation_config", "override_generation_config"),
     *("max_logprobs", "scheduling_policy", "speculative_config", "attention_backend", "linear_backend"),
-    *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
+    *("kv_events_config", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
 )
 
 if __name__ == "__main__":

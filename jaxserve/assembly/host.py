@@ -26,6 +26,7 @@ from jaxserve.core.core import EngineCore
 from jaxserve.core.core_thread import POLL_S, CoreThread
 from jaxserve.core.event_log import EventLog, event_to_json
 from jaxserve.core.events import Record, ReplicaEvent, WeightsRead
+from jaxserve.core.kv_publisher import KVPublisher
 from jaxserve.core.replica import Replica
 from jaxserve.core.step_chooser import StepChooser
 from jaxserve.core.wait_estimator import WaitEstimator
@@ -97,9 +98,13 @@ class CoreHost:
         self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, len(executors))
         records = [_recorder(self.peers, self._logs[i : i + 1]) for i in range(len(executors))]
         replicas = [
-            Replica(config, arch, executor, self.stats, record, new_chooser, mover)
-            for executor, record, mover in zip(
-                executors, records, build_movers(config, executors, self.stats), strict=True
+            Replica(config, arch, executor, self.stats, record, new_chooser, mover, publisher)
+            for executor, record, mover, publisher in zip(
+                executors,
+                records,
+                build_movers(config, executors, self.stats),
+                _publishers(config, self.schedule, len(executors), self.peers),
+                strict=True,
             )
         ]
         self.core = EngineCore(replicas, step_ahead=config.step_ahead, on_failure=partial(fail_others, self.peers))
@@ -229,6 +234,8 @@ class CoreHost:
         for replica in self.core.replicas:
             if replica.mover is not None:
                 replica.mover.close()
+            if replica.publisher is not None:
+                replica.publisher.close()
 
     def close(self) -> None:
         """Abort all requests and free all memory; the ends of requests stay in the outbox."""
@@ -290,6 +297,17 @@ class CoreHost:
 def _open_logs(path: str, schedule: ScheduleConfig, num_replicas: int) -> list[EventLog]:
     """Open one event log per replica; the file names of replicas after the first end with the replica's index."""
     return [EventLog(f"{path}.{index}" if index else path, schedule) for index in range(num_replicas)]
+
+
+def _publishers(
+    config: EngineConfig, schedule: ScheduleConfig, num_replicas: int, peers: Leader | Follower | None
+) -> list[KVPublisher | None]:
+    """Return a publisher of prefix cache changes per replica; None without events, or in a following process."""
+    events = config.kv_events
+    if events is None or not events.is_on or isinstance(peers, Follower):
+        return [None] * num_replicas
+    groups = schedule.kv_groups
+    return [KVPublisher(events, groups.page_size, groups.windows, rank) for rank in range(num_replicas)]
 
 
 def _recorder(peers: Leader | Follower | None, logs: Sequence[EventLog]) -> Record | None:

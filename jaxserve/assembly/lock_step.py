@@ -15,7 +15,13 @@ from jaxserve.execution.program_store import source_digest
 from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.scheduling.scheduler import Scheduler
 
-_OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that may differ between processes
+_OWN = {
+    "model",
+    "tokenizer",
+    "compilation_cache_dir",
+    "event_log",
+    "kv_events_config",
+}  # options that may differ between processes
 
 
 def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None:

@@ -203,6 +203,7 @@ class EngineCore:
             replica.drop_in_flight()
         try:
             replica.move_pages()
+            replica.publish_events()
         except Exception as error:
             self._fail(replica, error)
         if not replica.in_flight:

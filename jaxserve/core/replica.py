@@ -22,9 +22,11 @@ from jaxserve.core.events import (
     Updated,
     Withdrawn,
 )
+from jaxserve.core.kv_publisher import KVPublisher
 from jaxserve.core.step_chooser import StepChooser
 from jaxserve.core.step_stats import InFlight, StepStatsWriter
 from jaxserve.scheduling.executor_protocol import Executor, StepResult
+from jaxserve.scheduling.kv_cache.page_events import PageEvents
 from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
@@ -71,10 +73,12 @@ class Replica:
         record: called with every event, in order, for other processes or a log.
         new_chooser: class of the step chooser.
         mover: copies pages between tiers; None without lower ones.
+        publisher: publishes changes of the prefix cache; None to publish none.
 
     Attributes:
         executor: device that runs plans.
         mover: copies pages between tiers.
+        publisher: publishes changes of the prefix cache.
         chooser: chooses the limits of each plan.
         step_stats: writer of step statistics.
         in_flight: launched steps that were not read, oldest first.
@@ -89,10 +93,13 @@ class Replica:
         record: Record | None = None,
         new_chooser: type[StepChooser] = StepChooser,
         mover: PageMover | None = None,
+        publisher: KVPublisher | None = None,
     ) -> None:
         self.executor, self.mover = executor, mover
+        self.publisher = publisher
+        events = None if publisher is None else PageEvents(executor.schedule.page_size)
         self._tiers = [] if mover is None else mover.new_tiers()
-        self.scheduler = Scheduler(executor.schedule, tiers=self._tiers)
+        self.scheduler = Scheduler(executor.schedule, tiers=self._tiers, events=events)
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.chooser = new_chooser(config, self.scheduler, executor, self.step_stats.step_time)
         self.in_flight: deque[InFlight] = deque()
@@ -145,6 +152,12 @@ class Replica:
             self.mover.start_moves(self.scheduler.take_moves())
             for keys, ok in self.mover.take_ended():
                 self.transferred(Transferred(keys, ok))
+
+    def publish_events(self) -> None:
+        """Publish the changes of the prefix cache since the last call."""
+        events = [] if self.scheduler.events is None else self.scheduler.events.take()
+        if events and self.publisher is not None:
+            self.publisher.publish(events)
 
     def save_pages(self, token_ids: TokenIds, salt: str) -> int:
         """Write the stored pages durably; return how many of a sequence's tokens have theirs in a tier that survives.

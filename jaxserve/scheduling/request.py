@@ -143,6 +143,11 @@ class Request:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def num_last_tokens(self) -> int:
+        """Number of tokens up to which a waiting request's partly filled page may be cached."""
+        return self.num_kept_tokens or self.num_known_tokens - 1
+
+    @property
     def num_tokens(self) -> int:
         """Number of known tokens and tokens still on the device: computing n tokens samples one more."""
         num_known = len(self.prompt_token_ids) + len(self.output_token_ids)

@@ -45,6 +45,7 @@ from jaxserve.errors import RequestError
 from jaxserve.scheduling.adapter_slots import AdapterSlots
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.deadlines import Deadlines
+from jaxserve.scheduling.kv_cache.page_events import PageEvents
 from jaxserve.scheduling.kv_cache.page_store import PageStore
 from jaxserve.scheduling.kv_cache.stored_pages import StoredPages
 from jaxserve.scheduling.kv_cache.transfers import Requested, Transfers
@@ -104,6 +105,7 @@ class Scheduler:
         sizes: sizes of steps and page pool.
         policy: order of requests and chunk sizes; None for the policy in `sizes`.
         tiers: page tiers below device memory, for a single shard.
+        events: where changes of the prefix cache are noted; None if nobody wants them.
 
     Attributes:
         sizes: sizes of steps and page pool.
@@ -112,7 +114,14 @@ class Scheduler:
         adapters: slots of LoRA adapters.
     """
 
-    def __init__(self, sizes: ScheduleConfig, policy: Policy | None = None, tiers: Sequence[StoredPages] = ()) -> None:
+    def __init__(
+        self,
+        sizes: ScheduleConfig,
+        policy: Policy | None = None,
+        tiers: Sequence[StoredPages] = (),
+        events: PageEvents | None = None,
+    ) -> None:
+        self.events = events
         self.sizes, self._shard_sizes = sizes, sizes.shard_config
         self.max_prompt_tokens = self._shard_sizes.max_num_batched_tokens
         self.policy = policy or self._shard_sizes.policy
@@ -136,6 +145,7 @@ class Scheduler:
         """Return an empty ledger for a shard whose slots begin at `first_slot`."""
         sizes = self._shard_sizes
         store = PageStore(sizes.num_pages, sizes.kv_groups, self._transfers)
+        store.events = self.events
         return Ledger(sizes, store, dict(self.policy.weights), first_slot, self.adapters)
 
     @property
@@ -274,6 +284,8 @@ class Scheduler:
         """Return to the initial state after a failure: forget all requests (which have ended), plans and pages."""
         self._transfers.restart()
         self.adapters.restart()
+        if self.events is not None:
+            self.events.cleared()
         for shard in self.shards:
             shard.restart()
         self._balancer.restart()

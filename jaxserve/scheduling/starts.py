@@ -290,6 +290,9 @@ class StartPlanner:
                 request.branch_tokens = num_full * ledger.page_size
             if num_blocks:
                 plan.restored.append((plan.num_rows, states.read(hashes[num_blocks - 1])))
+        if ledger.store.events is not None and request.loaded_blocks:
+            hashes = ledger.store.hashes(request)[: start // ledger.page_size]
+            ledger.store.events.loaded(request, hashes, range(ledger.groups.size))
         found = request.by_tier(start, ledger.page_size)
         if not request.num_preemptions:
             request.cached_tokens = found

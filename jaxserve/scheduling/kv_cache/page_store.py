@@ -27,6 +27,7 @@ from jaxserve.scheduling.kv_cache.group_kinds import (
     pages_seen,
 )
 from jaxserve.scheduling.kv_cache.groups import RELEASED, KVGroups
+from jaxserve.scheduling.kv_cache.page_events import PageEvents
 from jaxserve.scheduling.kv_cache.pages import CACHED, COMPUTING, LOADING, STORING, Pages
 from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
 from jaxserve.scheduling.kv_cache.transfers import NO_PAGE, InAnyTier, Transfers
@@ -49,10 +50,14 @@ class PageStore:
         has_tiers: True if there are tiers below device memory.
         blocks_at_once: blocks of output tokens that are registered together; the rest when their request stops.
         states: state snapshots; None if no layer is recurrent.
+        events: where changes of the blocks that can be found are noted; None if nobody wants them.
         unshared: running requests from before the last reset: nobody finds their pages.
     """
 
-    def __init__(self, num_pages: int, groups: KVGroups, transfers: Transfers) -> None:
+    def __init__(
+        self, num_pages: int, groups: KVGroups, transfers: Transfers, events: PageEvents | None = None
+    ) -> None:
+        self.events = events
         self.page_size, self._groups = groups.page_size, groups
         self.blocks_at_once = max(TOKENS_AT_ONCE // groups.page_size, 1)
         self._pages = Pages(num_pages)
@@ -172,6 +177,8 @@ class PageStore:
                 page = self.order.pop(tenant)
                 group, page_hash, _ = content.pop(page)
                 del page_by_hash[group][page_hash]
+                if self.events is not None:
+                    self.events.removed(page_hash, group)
                 self._pages.free(page)
         return self._pages.take(num_pages)
 
@@ -397,6 +404,9 @@ class PageStore:
         for index in range(first * size, stop * size):
             if (page := pages[index]) != RELEASED:
                 register(hashes[index // size], page, index % size, tenant)
+        for group in range(size) if self.events is not None else ():
+            blocks = [block for block in range(first, stop) if pages[block * size + group] != RELEASED]
+            self.events.stored(request, hashes, blocks, group)
         request.num_registered_blocks = stop
         if self.has_tiers:
             self._store_below(pages[first * size : stop * size])
@@ -411,6 +421,8 @@ class PageStore:
     def reset(self, running: Iterable[Request]) -> None:
         """Forget all content. Pages in use stay with their owners; `running` are all owners."""
         evictable = self.order.clear()
+        if self.events is not None:
+            self.events.cleared()
         for page in self._pages.content:
             if self._pages.states[page] is CACHED:
                 self._pages.states[page] = COMPUTING

@@ -134,6 +134,9 @@ class ModelledMover:
             loaded.append(self._loading.popleft()[1])
         return [*ended, EndedMoves(loaded, ok=True)] if loaded else ended
 
+    def sync(self) -> None:
+        """Do nothing: nothing is written."""
+
     def forget(self) -> None:
         """Forget all moves."""
         self._loading.clear()

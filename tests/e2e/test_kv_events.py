@@ -1,0 +1,228 @@
+"""Changes of the prefix cache as vLLM's messages: a subscriber always knows which blocks can be found."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.kv_events_config import KVEventsConfig
+from jaxserve.api.reuse_hint import ReuseHint
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.core.kv_publisher import _END, _for_rank
+from jaxserve.errors import ConfigError
+from jaxserve.offline.llm import LLM
+from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import generate, tokens
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PAGE_SIZE = SIZES["page_size"]
+
+
+class Subscriber:
+    """A router's view: the blocks that can be found, their parents and tokens."""
+
+    def __init__(self, directory: Path) -> None:
+        self.context = zmq.Context()
+        self.events, self.replays = f"ipc://{directory}/events", f"ipc://{directory}/replays"
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.subscribe("kv")
+        self.blocks: dict[bytes, tuple[bytes | None, list[int]]] = {}
+        self.numbers: list[int] = []
+        self.seen: list[dict[str, Any]] = []
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "enable_kv_cache_events": True,
+            "endpoint": self.events,
+            "replay_endpoint": self.replays,
+            "topic": "kv",
+        }
+
+    def connect(self) -> None:
+        self.socket.connect(self.events)
+        time.sleep(0.2)  # until the publisher knows of it
+
+    def read(self, wait_s: float = 0.4) -> None:
+        """Take the messages that are there."""
+        while self.socket.poll(int(wait_s * 1e3)):
+            topic, number, payload = self.socket.recv_multipart()
+            assert topic == b"kv"
+            self.numbers.append(int.from_bytes(number, "big"))
+            self.apply(payload)
+
+    def apply(self, payload: bytes) -> None:
+        at_s, events, rank = msgpack.unpackb(payload)
+        assert abs(at_s - time.time()) < 60
+        assert rank == 0
+        for event in events:
+            self.seen.append(event)
+            hashes = event.get("block_hashes", [])
+            match event["type"]:
+                case "BlockStored":
+                    assert event["block_size"] == PAGE_SIZE
+                    assert len(event["token_ids"]) == PAGE_SIZE * len(hashes)
+                    parent = event["parent_block_hash"]
+                    assert parent is None or parent in self.blocks
+                    for index, block in enumerate(hashes):
+                        ids = event["token_ids"][index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
+                        self.blocks[block] = parent, ids
+                        parent = block
+                case "BlockRemoved":
+                    for block in hashes:
+                        del self.blocks[block]
+                case "AllBlocksCleared":
+                    self.blocks.clear()
+
+    def num_cached(self, prompt: list[int]) -> int:
+        """Return the number of the prompt's tokens that a router would expect to be cached."""
+        parent, start = None, 0
+        while start + PAGE_SIZE <= len(prompt):
+            ids = prompt[start : start + PAGE_SIZE]
+            found = [block for block, content in self.blocks.items() if content == (parent, ids)]
+            if not found:
+                break
+            (parent,), start = found, start + PAGE_SIZE
+        return start
+
+    def replay(self, first: int) -> list[tuple[int, bytes]]:
+        """Ask for the batches from a number on."""
+        with self.context.socket(zmq.DEALER) as request:
+            request.connect(self.replays)
+            request.send_multipart((b"", first.to_bytes(8, "big")))
+            batches = []
+            while request.poll(10_000):
+                _, topic, number, payload = request.recv_multipart()
+                if number == _END:
+                    assert (topic, payload) == (b"", b"")
+                    return batches
+                batches.append((int.from_bytes(number, "big"), payload))
+        raise AssertionError("no end")
+
+
+@pytest.fixture
+def subscriber(tmp_path: Path) -> Iterator[Subscriber]:
+    subscriber = Subscriber(tmp_path)
+    yield subscriber
+    subscriber.context.destroy(linger=0)
+
+
+@pytest.fixture
+def open_engine(llama: Path) -> Iterator[Callable[..., DrivenEngine]]:
+    with ExitStack() as stack:
+
+        def open_engine(**options: Any) -> DrivenEngine:
+            engine = DrivenEngine(EngineConfig(str(llama), skip_tokenizer_init=True, **{**SIZES, **options}))
+            stack.callback(engine.close)
+            return engine
+
+        yield open_engine
+
+
+def test_a_subscriber_knows_what_is_cached(subscriber: Subscriber, open_engine: Callable[..., DrivenEngine]) -> None:
+    engine = open_engine(kv_events_config=subscriber.config)
+    subscriber.connect()
+    prompts = [tokens(33, number) for number in range(8)]
+    for prompt in prompts:  # more than the pool holds
+        generate(engine, [prompt], GREEDY)
+    subscriber.read()
+    assert any(event["type"] == "BlockRemoved" for event in subscriber.seen)
+    store = engine.replicas[0].scheduler.shards[0].ledger.store
+    assert subscriber.blocks.keys() == store._page_by_hash[0].keys()
+    for prompt in prompts:
+        expected = subscriber.num_cached(prompt)
+        (output,) = generate(engine, [prompt], GREEDY)
+        assert output.num_cached_tokens == min(expected, 32)
+        subscriber.read()
+    assert subscriber.numbers == [*range(len(subscriber.numbers))]
+    engine.reset_prefix_cache()
+    engine.settle()
+    generate(engine, [prompts[0]], GREEDY)
+    subscriber.read()
+    kinds = [event["type"] for event in subscriber.seen]
+    assert set(kinds[kinds.index("AllBlocksCleared") + 1 :]) == {"BlockStored"}
+    assert subscriber.num_cached(prompts[0]) == 32
+    assert subscriber.num_cached(prompts[1]) == 0
+
+
+def test_loaded_blocks_are_announced(
+    subscriber: Subscriber, open_engine: Callable[..., DrivenEngine], tmp_path: Path
+) -> None:
+    engine = open_engine(kv_events_config=subscriber.config, kv_offloading_path=str(tmp_path / "pages"))
+    subscriber.connect()
+    prompts = [tokens(33, number) for number in range(8)]
+    for prompt in [*prompts, *prompts]:
+        generate(engine, [prompt], GREEDY)
+        subscriber.read(0.1)
+        assert subscriber.num_cached(prompt) == 32
+    assert engine.stats.cached_tokens.disk > 0
+
+
+def test_salts_stay_secret_and_sessions_are_named(
+    subscriber: Subscriber, open_engine: Callable[..., DrivenEngine]
+) -> None:
+    engine = open_engine(kv_events_config=subscriber.config)
+    subscriber.connect()
+    prompt: Any = {"prompt_token_ids": tokens(9, "salted"), "cache_salt": "secret", "reuse": ReuseHint("mine")}
+    engine.add_request("0", prompt, GREEDY)
+    while engine.has_unfinished():
+        engine.step()
+    subscriber.read()
+    first, *later = [event for event in subscriber.seen if event["type"] == "BlockStored"]
+    assert {event["session_id"] for event in (first, *later)} == {"mine"}
+    (key,), *others = first["extra_keys"]
+    assert len(key) == 32
+    assert set(others) <= {None}
+    assert not any("extra_keys" in event for event in later)
+    assert "secret" not in repr(subscriber.seen)
+
+
+def test_missed_batches_are_replayed(subscriber: Subscriber, llama: Path) -> None:
+    """With the core in another process, whose clients may come late."""
+    with LLM(
+        str(llama), skip_tokenizer_init=True, engine_process=True, kv_events_config=subscriber.config, **SIZES
+    ) as llm:
+        for number in range(3):
+            llm.generate([{"prompt_token_ids": tokens(17, number)}], GREEDY, use_tqdm=False)
+        time.sleep(0.3)
+        batches = subscriber.replay(0)
+        assert [number for number, _ in batches] == [*range(len(batches))]
+        for _, payload in batches:
+            subscriber.apply(payload)
+        assert [subscriber.num_cached(tokens(17, number)) for number in range(3)] == [16] * 3
+        assert [number for number, _ in subscriber.replay(1)] == [*range(1, len(batches))]
+        assert subscriber.replay(10_000) == []
+
+
+def test_wrong_options_are_named(tmp_path: Path) -> None:
+    for value, words in (
+        ({"enable_kv_cache_events": True, "publisher": "kafka"}, "publisher of kv_events_config must be"),
+        ({"endpoint": "5557"}, "endpoint of kv_events_config must be a ZeroMQ address"),
+        ({"port": 3}, r"got also \['port'\]"),
+        ({"buffer_steps": -1}, "buffer_steps of kv_events_config must be an integer of 0 or more"),
+        ("[]", "kv_events_config must be a dict"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            EngineConfig(kv_events_config=value)
+    assert EngineConfig(kv_events_config="null").kv_events is None
+    assert not KVEventsConfig(endpoint="ipc://x").is_on
+    assert not KVEventsConfig(True, "null").is_on
+    assert [_for_rank(each, 2) for each in ("tcp://*:5557", "tcp://*:0", "ipc://x")] == [
+        "tcp://*:5559",
+        "tcp://*:0",
+        "ipc://x_dp2",
+    ]
+
+
+def test_an_address_in_use_is_named(subscriber: Subscriber, open_engine: Callable[..., DrivenEngine]) -> None:
+    with subscriber.context.socket(zmq.PUB) as taken:
+        port = taken.bind_to_random_port("tcp://*")
+        with pytest.raises(ConfigError, match="must be free and valid"):
+            open_engine(kv_events_config={"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}"})
