@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxserve.api.chat_options import ChatOptions, read_template
+from jaxserve.api.device_options import check_devices
 from jaxserve.api.kv_events_config import KVEventsConfig
 from jaxserve.api.option_values import read_object, read_targets, read_tenant_weights
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, read_pooler_config
@@ -264,7 +265,7 @@ class EngineConfig:
         _check_tiers(self)
         check_sparsity(self)
         _check_adapters(self)
-        _check_devices(self)
+        check_devices(self)
 
     @property
     def chat_options(self) -> ChatOptions:
@@ -406,34 +407,6 @@ def _check_adapters(config: EngineConfig) -> None:
     for name in ("enable_dp_attention", "kv_eviction", "sparse_attention"):
         if value := getattr(config, name):
             raise ConfigError(f"{name} must be {getattr(EngineConfig, name)} with enable_lora, got {value!r}; drop one")
-
-
-def _check_devices(config: EngineConfig) -> None:
-    """Raise ConfigError for numbers of devices and shards that do not divide, or options that shards do not support."""
-    if config.tensor_parallel_size % config.expert_parallel_size:
-        raise ConfigError(
-            f"expert_parallel_size must divide tensor_parallel_size, the number of devices, got "
-            f"{config.expert_parallel_size} and {config.tensor_parallel_size}; set it to a divisor",
-            about=("expert_parallel_size", "tensor_parallel_size"),
-        )
-    if not config.enable_dp_attention:
-        return
-    if config.expert_parallel_size == 1:
-        raise ConfigError(
-            "enable_dp_attention needs an expert_parallel_size above 1, the number of shares of devices that have rows "
-            f"of their own, got 1 share of {config.tensor_parallel_size} devices; set expert_parallel_size to "
-            "tensor_parallel_size or another divisor of it above 1, or drop enable_dp_attention",
-            about=("expert_parallel_size", "tensor_parallel_size"),
-        )
-    for name, value, neutral in (
-        ("data_parallel_size", config.data_parallel_size, 1),
-        ("tenant_weights", config.tenant_weights or None, None),
-        ("speculative_config", config.speculative_config, None),
-    ):
-        if value != neutral:
-            raise ConfigError(
-                f"{name} must be {neutral} with enable_dp_attention, got {value!r}: it is not supported; drop one"
-            )
 
 
 def _from_text(value: Any) -> Any:

@@ -159,11 +159,6 @@ class Request:
         return self.num_tokens - self.num_known_tokens
 
     @property
-    def num_last_tokens(self) -> int:
-        """Number of tokens up to which a waiting request's partly filled page may be cached."""
-        return self.num_kept_tokens or self.num_known_tokens - 1
-
-    @property
     def min_position(self) -> int:
         """First position at which a token may end the output."""
         min_tokens = self.params.min_tokens

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jaxserve.api.token_ids import TokenIds
+from jaxserve.scheduling.kv_cache.groups import RELEASED
 from jaxserve.scheduling.request import Request
 
 
@@ -73,6 +74,14 @@ class PageEvents:
             "" if hint is None else hint.group,
         )
         self._events.append(event)
+
+    def registered(self, request: Request, hashes: Sequence[bytes], blocks: Iterable[int], num_groups: int) -> None:
+        """Note those of a request's blocks that have pages, by KV group."""
+        indices = list(blocks)
+        for group in range(num_groups):
+            self.stored(
+                request, hashes, [i for i in indices if request.pages[i * num_groups + group] != RELEASED], group
+            )
 
     def removed(self, page_hash: bytes, group: int) -> None:
         """Note a block that was evicted."""

@@ -54,10 +54,8 @@ class PageStore:
         unshared: running requests from before the last reset: nobody finds their pages.
     """
 
-    def __init__(
-        self, num_pages: int, groups: KVGroups, transfers: Transfers, events: PageEvents | None = None
-    ) -> None:
-        self.events = events
+    def __init__(self, num_pages: int, groups: KVGroups, transfers: Transfers) -> None:
+        self.events: PageEvents | None = None
         self.page_size, self._groups = groups.page_size, groups
         self.blocks_at_once = max(TOKENS_AT_ONCE // groups.page_size, 1)
         self._pages = Pages(num_pages)
@@ -404,9 +402,8 @@ class PageStore:
         for index in range(first * size, stop * size):
             if (page := pages[index]) != RELEASED:
                 register(hashes[index // size], page, index % size, tenant)
-        for group in range(size) if self.events is not None else ():
-            blocks = [block for block in range(first, stop) if pages[block * size + group] != RELEASED]
-            self.events.stored(request, hashes, blocks, group)
+        if self.events is not None:
+            self.events.registered(request, hashes, range(first, stop), size)
         request.num_registered_blocks = stop
         if self.has_tiers:
             self._store_below(pages[first * size : stop * size])
