@@ -66,7 +66,7 @@ class KVPublisher:
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._topic, self._numbers = config.topic.encode(), count()
         self.num_dropped = 0
-        context = zmq.Context.instance()
+        context: Any = zmq.Context.instance()
         self._out, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
         self._out.set_hwm(config.hwm)
         try:
@@ -140,7 +140,7 @@ class KVPublisher:
         match event:
             case BlocksStored(hashes, parent, token_ids, group, salt, session):
                 window = self._windows[group]
-                fields = {
+                fields: dict[str, Any] = {
                     "type": "BlockStored",
                     "block_hashes": hashes,
                     "parent_block_hash": parent,

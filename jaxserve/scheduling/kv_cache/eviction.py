@@ -6,12 +6,13 @@ Hints about a page's next use change the order within a tenant (`turns.py`).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from jaxserve.api.reuse_hint import NOT_AGAIN, ReuseHint
+from jaxserve.api.reuse_hint import NOT_AGAIN
 from jaxserve.scheduling.kv_cache.pages import Content
 from jaxserve.scheduling.kv_cache.turns import ReuseOrder, Turn
+from jaxserve.scheduling.request import Request
 
 _SPARE_ENTRIES = 256  # outdated heap entries that trigger a rebuild
 _MAX_TURNS = 65_536  # latest turns of conversations, beyond which the oldest are forgotten
@@ -90,28 +91,22 @@ class EvictionOrder:
             self._note_size(largest)
         return page
 
-    def hint(
-        self,
-        hint: ReuseHint,
-        tenant: str,
-        pages: Iterable[int],
-        hashes: Sequence[bytes],
-        content: Mapping[int, Content],
-    ) -> None:
+    def hint(self, request: Request, hashes: Sequence[bytes], content: Mapping[int, Content], page_size: int) -> None:
         """Note the hint of a request that is about to release its pages.
 
         Pages that another conversation has used, too, outlive this one's: a hint that none of its own are needed again
         does not concern them.
 
         Args:
-            hint: the request's hint.
-            tenant: its tenant.
-            pages: its pages.
-            hashes: hashes of its prompt's full pages.
+            request: the request, which has a hint.
+            hashes: hashes of its full pages.
             content: content of all cached pages.
+            page_size: tokens per page.
         """
+        hint, tenant = request.reuse, request.tenant
+        assert hint is not None, "the caller has checked it"
         turn, common = Turn(hint, self.now_s), Turn(hint, self.now_s, is_common=True)
-        for page in pages:
+        for page in request.pages:
             if page not in content or content[page][-1] != tenant:
                 continue
             before = self._turns.get(page)
@@ -120,7 +115,7 @@ class EvictionOrder:
             elif hint.after_s != NOT_AGAIN:
                 self._turns[page] = common
         if hint.group:
-            self._replace_earlier(turn, tenant, hashes)
+            self._replace_earlier(turn, tenant, hashes[: request.num_prompt_tokens // page_size])
 
     def _replace_earlier(self, turn: Turn, tenant: str, hashes: Sequence[bytes]) -> None:
         """Replace the latest turn that a new one continues; `hashes` are those of its prompt's full pages."""

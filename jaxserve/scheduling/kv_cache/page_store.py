@@ -276,8 +276,7 @@ class PageStore:
                     self.register(page_hash, page, group, request.tenant)
         self.unshared.discard(request)
         if request.reuse is not None and not keep:
-            hashes = self.hashes(request)[: request.num_prompt_tokens // self.page_size]
-            self.order.hint(request.reuse, request.tenant, request.pages, hashes, self._pages.content)
+            self.order.hint(request, self.hashes(request), self._pages.content, self.page_size)
         self.release(request.pages)
         request.pages = []
         request.num_released_blocks = request.num_registered_blocks = request.num_hidden_blocks = 0
