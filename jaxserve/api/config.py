@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxserve.api.chat_options import ChatOptions, read_template
-from jaxserve.api.device_options import check_devices
 from jaxserve.api.kv_events_config import KVEventsConfig
+from jaxserve.api.option_checks import check_adapters, check_devices
 from jaxserve.api.option_values import read_object, read_targets, read_tenant_weights
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
@@ -264,7 +264,7 @@ class EngineConfig:
         _check_combinations(self)
         _check_tiers(self)
         check_sparsity(self)
-        _check_adapters(self)
+        check_adapters(self)
         check_devices(self)
 
     @property
@@ -391,22 +391,6 @@ def _check_tiers(config: EngineConfig) -> None:
     ):
         if value != needed and not (name.endswith("speculative_config") and value is None):
             raise ConfigError(f"{name} must be {needed!r} with {config.offloading_option}, got {value!r}; drop one")
-
-
-def _check_adapters(config: EngineConfig) -> None:
-    """Raise ConfigError for options about LoRA adapters without `enable_lora`, or that contradict each other."""
-    if not config.enable_lora:
-        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
-            if (value := getattr(config, name)) != getattr(EngineConfig, name):
-                raise ConfigError(f"{name} needs enable_lora, got {value!r} without it; drop it, or set enable_lora")
-        return
-    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
-        raise ConfigError(
-            f"max_cpu_loras must be at least max_loras, got {config.max_cpu_loras} and {config.max_loras}; raise it"
-        )
-    for name in ("enable_dp_attention", "kv_eviction", "sparse_attention"):
-        if value := getattr(config, name):
-            raise ConfigError(f"{name} must be {getattr(EngineConfig, name)} with enable_lora, got {value!r}; drop one")
 
 
 def _from_text(value: Any) -> Any:

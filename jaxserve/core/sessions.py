@@ -122,7 +122,13 @@ class Sessions:
     def note(self, group: RequestGroup) -> None:
         """Remember a request that has ended as its conversation's latest turn, if it has a conversation."""
         request = group.requests[0]
-        if self._directory is None or request.reuse is None or not request.reuse.group or group.error is not None:
+        if (
+            self._directory is None
+            or request.reuse is None
+            or not request.reuse.group
+            or request.adapter
+            or group.error
+        ):
             return
         tokens = [*request.prompt_token_ids, *group.output.outputs[0].token_ids]
         self.remember(Session(request.reuse.group, tokens, request.salt.decode(errors="surrogatepass"), request.tenant))

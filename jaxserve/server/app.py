@@ -178,8 +178,7 @@ class App:
         handler = self._handlers.get((method, call.path))
         if handler is None and method == "GET" and call.path.startswith("/v1/models/"):
             handler = self._model
-        if handler is None:
-            handler = self._sessions.handler(method, call.path)
+        handler = handler or self._sessions.handler(method, call.path)
         if handler is None and self._batches is not None:
             handler = self._batches.handler(method, call.path)
         if handler is None:

@@ -50,7 +50,7 @@ class PageStore:
         has_tiers: True if there are tiers below device memory.
         blocks_at_once: blocks of output tokens that are registered together; the rest when their request stops.
         states: state snapshots; None if no layer is recurrent.
-        events: where changes of the blocks that can be found are noted; None if nobody wants them.
+        events: where changes of cached blocks are noted; None if nobody wants them.
         unshared: running requests from before the last reset: nobody finds their pages.
     """
 

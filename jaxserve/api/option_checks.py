@@ -1,4 +1,4 @@
-"""Checks of options for several devices."""
+"""Checks of engine options that depend on each other."""
 
 from __future__ import annotations
 
@@ -36,3 +36,19 @@ def check_devices(config: EngineConfig) -> None:
             raise ConfigError(
                 f"{name} must be {neutral} with enable_dp_attention, got {value!r}: it is not supported; drop one"
             )
+
+
+def check_adapters(config: EngineConfig) -> None:
+    """Raise ConfigError for options about LoRA adapters without `enable_lora`, or that contradict each other."""
+    if not config.enable_lora:
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            if (value := getattr(config, name)) != getattr(type(config), name):
+                raise ConfigError(f"{name} needs enable_lora, got {value!r} without it; drop it, or set enable_lora")
+        return
+    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras must be at least max_loras, got {config.max_cpu_loras} and {config.max_loras}; raise it"
+        )
+    for name in ("enable_dp_attention", "kv_eviction", "sparse_attention"):
+        if value := getattr(config, name):
+            raise ConfigError(f"{name} must be {getattr(type(config), name)} with enable_lora, got {value!r}; drop one")
