@@ -252,8 +252,8 @@ class TokenContext:
         if adapters is not None:  # rows without tokens must not count as adapted
             slot = adapters.slot.at[self.last].get(mode="fill", fill_value=0)
             adapters = TokenAdapters.from_slots(slot, adapters.num_slots)
-        fields = {"live": live, "num_live": num_live, "attention": attention, "last": None, "adapters": adapters}
-        return dataclasses.replace(taken, **fields)
+        taken = dataclasses.replace(taken, adapters=adapters)
+        return dataclasses.replace(taken, live=live, num_live=num_live, attention=attention, last=None)
 
     def part(self, start: Int[Array, ""], num_tokens: int) -> TokenContext:
         """Return the context for some of the tokens; see `Attention.part`."""
