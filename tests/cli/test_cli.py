@@ -90,7 +90,7 @@ def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
             flags.append(flag if given[name] else flag.replace("--", "--no-", 1))
         else:
             text = __file__ if name in ("model", "tokenizer") else "text"  # these must exist
-            given[name] = 7 if kind in (int, int | None) else 0.5 if kind is float else text
+            given[name] = 7 if kind in (int, int | None) else 0.5 if kind in (float, float | None) else text
             flags += [flag, str(given[name])]
     load_llm(build_parser().parse_args(["batch", "in", "out", *flags]))
     assert seen == given

@@ -109,6 +109,10 @@ class ModelledMover:
         """Return the scheduler's index of the tier."""
         return [StoredPages("disk", self._num_pages, outlives_device=True)]
 
+    def page_s(self) -> list[float]:
+        """Return the time to load a page from each tier."""
+        return [self._page_s]
+
     @property
     def next_end_s(self) -> float | None:
         """Time at which the next load ends; None if there is none."""
