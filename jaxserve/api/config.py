@@ -171,8 +171,8 @@ class EngineConfig:
         max_loras: maximum adapters on the devices, in memory allocated at the start. Requests with others wait until a
             slot has no rows; then the least recently used adapter is replaced, which compiles nothing.
         max_lora_rank: maximum rank of adapters. Smaller ranks take the same memory and time.
-        max_cpu_loras: maximum adapters in host memory, at least `max_loras`; the least recently used ones beyond are
-            read from their directories again. None keeps all.
+        max_cpu_loras: maximum adapters in host memory, at least `max_loras`, beyond which only those of unfinished
+            requests are kept; the least recently used others are read from their directories again. None keeps all.
         engine_process: run scheduler and model in a separate process; this one keeps tokenizer, texts and HTTP. Steps
             then do not wait for Python code that is busy with other work, but each needs a message between the
             processes. Not in runs over several processes.

@@ -92,9 +92,11 @@ class AdapterStore:
         """Return an adapter's arrays, read again if they are not in memory.
 
         Raises:
-            ConfigError: its directory has changed since it was loaded.
+            ConfigError: it was unloaded, or its directory has changed since it was loaded.
         """
         with self._lock:
+            if digest not in self._stored:
+                raise ConfigError("the adapter was unloaded before the request with it arrived; load it again")
             source, arrays = self._stored[digest]
             self._stored.move_to_end(digest)
         if arrays is not None:

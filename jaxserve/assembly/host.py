@@ -172,6 +172,7 @@ class CoreHost:
         store = AdapterStore(layout, arch, runners[0].mesh, config.max_cpu_loras, self.core.adapters_in_use)
         for runner in runners:
             runner.adapter_arrays = store.arrays
+        self.core.hold_adapter = store.arrays
         return store
 
     def load_adapter(self, source: AdapterSource) -> LoadedAdapter:

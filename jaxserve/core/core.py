@@ -36,6 +36,8 @@ class EngineCore:
         outbox: deltas in order, taken by `Frontend.deliver`; an exception means that all requests are lost.
         num_taken: number of events taken from the inbox.
         last_steps: step statistics of all replicas, written since the second last `step` that did anything.
+        hold_adapter: makes an adapter, by digest, ready for steps as long as a request has it; raises an error if it
+            cannot.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class EngineCore:
         self.outbox: deque[Delta | BaseException] = deque()
         self.num_taken = 0
         self.last_steps: list[StepStats] = []
+        self.hold_adapter: Callable[[str], object] = _hold_nothing
         self._step_ahead, self._on_failure = step_ahead, on_failure
         self._is_shared = len(replicas) > 1  # no replica may block this thread for the others
         self._balancer = Balancer(replicas, dict(replicas[0].scheduler.policy.weights))
@@ -144,7 +147,7 @@ class EngineCore:
         match event:
             case Submitted(requests):
                 self._requests.update({request.key: request for request in requests})
-                self._balancer.add(requests)
+                self._balancer.add([request for request in requests if self._has_adapter(request)])
             case Cancelled(keys, reason):
                 self._finish(keys, reason)
             case CacheReset():
@@ -155,6 +158,20 @@ class EngineCore:
             case DraftsAllowed(is_allowed):
                 for replica in self.replicas:
                     replica.chooser.may_draft = is_allowed
+
+    def _has_adapter(self, request: Request) -> bool:
+        """Return whether a new request's adapter is ready; otherwise end the request.
+
+        A step that lacked the adapter would end the requests of all other rows, too.
+        """
+        try:
+            if request.adapter:
+                self.hold_adapter(request.adapter)
+        except Exception as error:
+            del self._requests[request.key]
+            self.outbox.append(Delta(self._now_s, ended=[Ended(request.key, FinishReason.ABORT)], error=error))
+            return False
+        return True
 
     def abort_all(self, error: BaseException | None = None) -> None:
         """Take the events in the inbox, then end all requests, because of `error` if there was one."""
@@ -249,3 +266,7 @@ class EngineCore:
         for key, request in known.items():
             self._balancer.finish(request, reason)
             del self._requests[key]
+
+
+def _hold_nothing(adapter: str) -> None:
+    """Do nothing: an engine without a store of adapters has all that its requests name."""

@@ -15,6 +15,7 @@ from simulation import SimulatedExecutor
 
 from jaxserve.core import core, replica
 from jaxserve.core.events import CacheReset
+from jaxserve.errors import ConfigError
 from jaxserve.scheduling import balancer, decode, ledger, prefill, prompts, scheduler, shard, starts
 from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.scheduling.kv_cache import eviction, group_kinds, page_store, pages, transfers
@@ -235,6 +236,20 @@ def test_a_replica_with_a_broken_device_ends_only_its_own_requests(monkeypatch: 
     driven.step()
     driven.drain()
     assert {r.request_id for r in requests if driven.ended[r][1] is FinishReason.ABORT} == lost
+
+
+def test_a_request_whose_adapter_is_gone_ends_without_the_others() -> None:
+    driven = Driven(2, sizes=replace(SIZES, max_loras=1))
+
+    def hold(adapter: str) -> None:
+        if adapter == "gone":
+            raise ConfigError("the adapter is gone")
+
+    driven.core.hold_adapter = hold
+    lost, *served = (driven.submit(prompt=[1, 2], max_tokens=3, adapter=each) for each in ("gone", "kept", "", "kept"))
+    driven.drain()
+    assert driven.ended[lost] == ([], FinishReason.ABORT)
+    assert all(reason is not FinishReason.ABORT for _, reason in (driven.ended[each] for each in served))
 
 
 def test_an_event_that_breaks_off_counts_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
