@@ -45,6 +45,8 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "kasa_config": (None,),
     "monteclora_config": (None,),
 }
+# Initialisations by which PEFT also changes the base model's weights: the factors fit only the changed ones.
+_CHANGING_BASE = re.compile("(?i)pissa.*|olora|corda.*|loftq|lora_ga")
 
 
 class AdapterModule(NamedTuple):
@@ -132,7 +134,10 @@ def make_adapter(config: Mapping[str, Any], tensors: Mapping[str, Any], where: s
             continue
         array = np.asarray(from_torch(tensors[name]))
         _check_floats(name, array, where)
-        factors.setdefault(found["module"], {})[_KINDS[found["kind"]]] = array
+        kind, pair = _KINDS[found["kind"]], factors.setdefault(found["module"], {})
+        if kind in pair:
+            raise CheckpointError(f"{where}: each factor must be given once, got {name} under another name, too")
+        pair[kind] = array
     if unknown:
         raise CheckpointError(
             f"{where}: each tensor must be a module's lora_A or lora_B weight, got {listed(unknown)}; other "
@@ -157,6 +162,12 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
                 f"{where}: {key} must be {' or '.join(map(repr, neutral))}, got {config[key]!r}: such adapters are not "
                 "supported"
             )
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and _CHANGING_BASE.fullmatch(init):
+        raise CheckpointError(
+            f"{where}: init_lora_weights must not change the base model, got {init!r}; save the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion, or set true if the model served is the changed one"
+        )
 
 
 def _check_floats(name: str, array: NDArray[Any], where: str) -> None:
