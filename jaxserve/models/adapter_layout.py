@@ -185,6 +185,8 @@ class AdapterLayout:
             own = next((each for each in module_names(name) if each in known), None)
             if own is None:
                 raise ConfigError(_unknown_module(name, list(known), arch))
+            if own in found:
+                raise ConfigError(f"an adapter must have one pair of factors for {own}, got another one named {name}")
             each, part = known[own]
             wanted = each.num_rows(part), each.spec.shape[1]
             got = module.b.shape[0], module.a.shape[1]
@@ -231,15 +233,27 @@ class AdapterLayout:
         """Return a module's first factor [rank, in], padded; zeros without a module."""
         a = np.zeros((self.rank, each.spec.shape[1]), jnp.dtype(self.dtype))
         if module is not None:
-            a[: module.rank] = module.a
+            a[: module.rank] = self._stored_floats(module.a, 1.0, each)
         return a
 
     def _second(self, each: AdaptedSpec, part: Part, module: AdapterModule | None) -> NDArray[Any]:
         """Return a module's scaled second factor [out, rank], padded; zeros without a module."""
         b = np.zeros((each.num_rows(part), self.rank), jnp.dtype(self.dtype))
         if module is not None:
-            b[:, : module.rank] = module.scale * module.b.astype(np.float32)
+            b[:, : module.rank] = self._stored_floats(module.b, module.scale, each)
         return b
+
+    def _stored_floats(self, factor: NDArray[Any], scale: float, each: AdaptedSpec) -> NDArray[Any]:
+        """Return a scaled factor in the stacks' dtype; ConfigError if it overflows.
+
+        All rows are multiplied by all second factors, and zero times infinity would spoil rows with other adapters.
+        """
+        with np.errstate(over="ignore"):
+            rounded = (scale * factor.astype(np.float32)).astype(jnp.dtype(self.dtype))
+        if not np.isfinite(rounded.astype(np.float32)).all():
+            names = ", ".join(part.module for part in each.parts)
+            raise ConfigError(f"an adapter's scaled factors must be finite in {self.dtype}, got larger ones in {names}")
+        return rounded
 
     def _split(
         self, each: AdaptedSpec, a: NDArray[Any], b: Sequence[NDArray[Any]], mesh: Mesh | None

@@ -213,6 +213,14 @@ def test_adapters_of_other_models_are_refused_with_numbers(start: Start, name):
     assert "bad" not in llm.list_loras()
 
 
+def test_factors_that_overflow_are_refused(start: Start):
+    """All rows meet all second factors in one matmul: an infinite one would spoil rows with other adapters."""
+    llm = LLM.over(start(**LORA))
+    tensors = random_tensors(llm, np.random.default_rng(0))
+    with pytest.raises(RequestError, match="must be finite in float32, got larger ones in model"):
+        llm.update_lora("large", tensors, {"r": 4, "lora_alpha": 1e39})
+
+
 def test_an_engine_without_adapters_refuses_them(start: Start, requests):
     with pytest.raises(RequestError, match="enable_lora"):
         generate(LLM.over(start()), requests)
