@@ -18,8 +18,8 @@ class PrefixHashes:
     """Page hashes, each covering all tokens up to the page's last one.
 
     A page's hash also covers the previous page's hash (the salt, for the first page); the first page that has a token
-    with an adapter covers the adapter. Equal hashes thus mean equal salts, token prefixes and adapters, on which keys
-    and values depend.
+    with an adapter covers the adapter and that token's index. Equal hashes thus mean equal salts, token prefixes and
+    adapters, on which keys and values depend.
 
     Args:
         page_size: tokens per page.
@@ -43,7 +43,7 @@ class PrefixHashes:
         return hashes
 
     def prompt_pages(self, token_ids: TokenIds, salt: bytes) -> list[bytes]:
-        """Return the hashes of the full pages of any sequence."""
+        """Return the hashes of any sequence's full pages."""
         num_full = len(token_ids) // self._page_size
         return self.full_pages(Request("", token_ids, SamplingParams(), 0, len(token_ids) + 1, salt=salt))[:num_full]
 
@@ -87,7 +87,9 @@ class PrefixHashes:
         start = request.adapter_start
         if not request.adapter or block != start // self._page_size or num_tokens <= start:
             return previous
-        return blake2b(previous + request.adapter.encode(), digest_size=DIGEST_SIZE, person=b"lora").digest()
+        # Two requests may have the same tokens in a page, some generated, and begin their adapters at different ones.
+        named = request.adapter.encode() + pack("i", start)
+        return blake2b(previous + named, digest_size=DIGEST_SIZE, person=b"lora").digest()
 
 
 def _salt_hash(salt: bytes) -> bytes:
