@@ -32,11 +32,12 @@ def make_scheduler(
     num_snapshots=None,
     eviction=None,
     tiers=(),
+    max_loras=0,
     **policy_numbers,
 ):
     sizes = (max_num_seqs, max_num_batched_tokens, max_model_len, page_size, num_pages)
     groups = {"windows": windows, "num_snapshots": num_snapshots, "eviction": eviction}
-    schedule = ScheduleConfig(*sizes, num_spare_drafts=num_spare_tokens, **groups)
+    schedule = ScheduleConfig(*sizes, num_spare_drafts=num_spare_tokens, max_loras=max_loras, **groups)
     return Scheduler(schedule, dataclasses.replace(schedule.policy, **policy_numbers), tiers)
 
 

@@ -9,12 +9,13 @@ slot is free once its rows have ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from jaxserve.scheduling.request import Request
 
 HALF_LIFE = 64  # starts per slot after which a start counts half
 _LARGE = 2.0**100
+MAX_LACKING = 1024  # waiting requests per plan that are skipped because their adapters lack slots
 MAX_KNOWN = 1024  # adapters whose starts are remembered
 
 
@@ -61,6 +62,15 @@ class AdapterSlots:
             if unclaimed := [other for other in self._slots if other not in taken]:
                 self._claims[adapter] = self._least_started(unclaimed)
         return False
+
+    def startable(self, waiting: Iterable[Request]) -> Iterator[Request]:
+        """Yield the requests whose adapters have slots or can get them, in order."""
+        num_lacking = 0
+        for request in waiting:
+            if self.may_start(request):
+                yield request
+            elif (num_lacking := num_lacking + 1) > MAX_LACKING:
+                return
 
     def start(self, request: Request) -> tuple[int, str] | None:
         """Give a starting request its adapter's slot; return slot and adapter if it must be loaded first."""

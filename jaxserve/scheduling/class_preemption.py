@@ -4,7 +4,7 @@ A waiting request need not wait for running requests of lower classes. If slots 
 lowest-class request is preempted, then the next, until the waiting request can start in the current plan. A victim
 loses no tokens: it moves to the head of its tenant's queue, its full pages stay cached until they are evicted, and it
 continues from there. Preemption never happens in vain: if all rows of lower classes hold too few pages, or the request
-would have to wait for prompts of its own class, nothing changes.
+would have to wait for prompts of its own class or for a slot of its LoRA adapter, nothing changes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def preempt_lower_classes(ledger: Ledger, policy: Policy, plan: StepPlan) -> Non
     capacity: _ClassCapacity | None = None  # for the current class
     ledger.waiting.settle()
     with closing(ledger.waiting.in_order()) as order:
-        for request in order:
+        for request in ledger.adapters.startable(order):  # a row that gives way to another request would be in vain
             if not running or request.priority >= ledger.lowest_priority or request.num_pending_tokens:
                 return
             if request.status is RequestStatus.LOADING:

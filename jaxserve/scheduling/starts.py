@@ -31,8 +31,6 @@ from jaxserve.scheduling.prompts import Prompts
 from jaxserve.scheduling.request import Request, RequestStatus
 from jaxserve.scheduling.step_plan import StepPlan
 
-MAX_LACKING = 1024  # waiting requests per plan that are skipped because their adapters lack slots
-
 
 class StartPlanner:
     """Planner that starts waiting requests.
@@ -83,7 +81,7 @@ class StartPlanner:
         num_skipped, num_lookups, may_hash = 0, 0, True
         if not self._prompts.unfinished:
             self._seen.clear()
-        for request in self._with_adapters(order):
+        for request in ledger.adapters.startable(order):
             budget_left = self._prompts.budget_left(plan)
             if not budget_left or not ledger.free_slots or ledger.num_available <= num_kept:
                 break
@@ -122,15 +120,6 @@ class StartPlanner:
         """Begin to load a new request's prefix if lower tiers have it and more pages are free than others need."""
         if self._ledger.store.has_tiers:
             self._lacks_pages_to_load(request, self._prompts.num_pages_kept + self._ledger.num_waiting_pages)
-
-    def _with_adapters(self, order: Iterator[Request]) -> Iterator[Request]:
-        """Yield the requests whose adapters have slots or can get them, in order."""
-        num_skipped = 0
-        for request in order:
-            if self._ledger.adapters.may_start(request):
-                yield request
-            elif (num_skipped := num_skipped + 1) > MAX_LACKING:
-                return
 
     def _lacks_pages_to_load(self, request: Request, num_kept: int) -> bool:
         """Begin to load a request's prefix if lower tiers have it; return True if too few pages are free for that.

@@ -171,3 +171,18 @@ def test_simultaneous_starts_count_lower_class_rows_once(monkeypatch):
     plan = scheduler.schedule()
     assert len(plan.preempted) == len(plan.admitted) == 30
     assert sum(counts) <= 3 * 30
+
+
+def test_nobody_gives_way_to_a_request_that_waits_for_its_adapter():
+    scheduler = make_scheduler(max_num_seqs=2, max_loras=1)
+    for name, adapter in (("adapted", "a"), ("base", "")):
+        scheduler.add(make_request(name, [1, 2, 3], 12, priority=1, adapter=adapter))
+    plans = []
+    while scheduler.has_unfinished():
+        plans.append(plan := scheduler.schedule())
+        scheduler.update(plan, [[1] * most for most in plan.max_new])
+        if len(plans) == 3:
+            scheduler.add(make_request("high", [7, 8, 9], 4, adapter="b"))
+    assert not any(plan.preempted for plan in plans)
+    assert starts(plans[2]).keys() == {"adapted", "base"}
+    assert "high" in starts(plans[-1])
