@@ -47,8 +47,8 @@ class Adapters:
         if config.lora_root is not None and not engine.config.enable_lora:
             raise ConfigError("lora_root needs enable_lora; add --enable-lora")
         for request in read_modules(config.lora_modules):
-            self._check_name(request.lora_name)
             try:
+                self._check_name(request.lora_name)
                 self._names.load(request)
             except RequestError as error:
                 raise ConfigError(f"lora_modules: {error}") from error
@@ -105,10 +105,14 @@ class Adapters:
         """
         assert self._root is not None, "without a root there is no handler"
         root = self._root.resolve()
-        path = (root / given).resolve()
+        try:
+            path = (root / given).resolve()
+            is_directory = path.is_relative_to(root) and path.is_dir()
+        except (OSError, ValueError) as error:  # too long, or with a null character
+            raise BadRequestError(f"lora_path must be a path, got {brief(given)}: {error}", "lora_path") from None
         if not path.is_relative_to(root):
             raise BadRequestError(f"lora_path must be inside --lora-root, got {brief(given)}", "lora_path")
-        if not path.is_dir():
+        if not is_directory:
             message = f"lora_path must be a directory in --lora-root, got {brief(given)}"
             raise BadRequestError(message, "lora_path", "adapter_not_found", 404)
         return path

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.api.lora_request import LoRARequest
-from jaxserve.errors import ConfigError, brief
+from jaxserve.errors import ConfigError, RequestError, brief
 
 
 def read_modules(modules: Sequence[str]) -> list[LoRARequest]:
@@ -34,7 +34,10 @@ def _read_module(entry: str) -> LoRARequest:
         known = {"name", "path", "base_model_name"}
         if not {"name", "path"} <= fields.keys() <= known or not all(isinstance(v, str) for v in fields.values()):
             raise ConfigError(f"lora_modules in JSON must have the strings {sorted(known)}, got {brief(entry)}")
-        return LoRARequest(fields["name"], 1, fields["path"], fields.get("base_model_name"))
+        try:
+            return LoRARequest(fields["name"], 1, fields["path"], fields.get("base_model_name"))
+        except RequestError as error:
+            raise ConfigError(f"lora_modules: {error}, in {brief(entry)}") from None
     name, separator, path = entry.partition("=")
     if not (name and separator and path):
         raise ConfigError(f"lora_modules must be NAME=PATH or JSON, got {brief(entry)}")

@@ -44,7 +44,9 @@ def test_modules_are_pairs_or_json():
     ]
 
 
-@pytest.mark.parametrize("entry", ["a", "=x", "a=", "{", '{"name": "a"}', '{"name": "a", "path": 1}'])
+@pytest.mark.parametrize(
+    "entry", ["a", "=x", "a=", "{", '{"name": "a"}', '{"name": "a", "path": 1}', '{"name": "", "path": "p"}']
+)
 def test_other_modules_are_refused(entry):
     with pytest.raises(ConfigError, match="lora_modules"):
         read_modules([entry])
@@ -160,6 +162,8 @@ def test_the_operator_loads_and_unloads(server):
         ({"lora_name": "tiny", "lora_path": "second"}, 400, "must not be one of the model's"),
         ({"lora_name": "x", "lora_path": "../.."}, 400, "inside --lora-root"),
         ({"lora_name": "x", "lora_path": "/etc"}, 400, "inside --lora-root"),
+        ({"lora_name": "x", "lora_path": "a\0b"}, 400, "must be a path"),
+        ({"lora_name": "x", "lora_path": "a" * 5000}, 400, "must be a path"),
         ({"lora_name": "x", "lora_path": "none"}, 404, "must be a directory"),
         ({"lora_name": "x", "lora_path": "other"}, 400, "it was trained on another model"),
         ({"lora_name": "x"}, 400, "lora_path"),
