@@ -27,7 +27,7 @@ from jaxserve.api.lora_request import LoRARequest
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.schema import SWITCH, Schema, integer, number, one_of
 from jaxserve.errors import RequestError, brief
-from jaxserve.offline.offline_calls import progress_bar
+from jaxserve.offline.offline_calls import as_loaded, progress_bar
 
 if TYPE_CHECKING:
     from jaxserve.api.outputs import Logprob, RequestOutput
@@ -228,7 +228,7 @@ def search(
     for prompt, group, adapter in zip(prompts, groups, adapters or [None] * len(prompts), strict=True):
         request = group.requests[0]
         max_steps = request.max_total_tokens - request.num_prompt_tokens
-        searches.append(_Search(prompt, request.prompt_token_ids, params, eos_ids, max_steps, adapter))
+        searches.append(_Search(prompt, request.prompt_token_ids, params, eos_ids, max_steps, as_loaded(adapter)))
     some = concurrency_limit or max(len(searches), 1)
     with progress_bar(use_tqdm, total=len(searches), desc="Beam search", unit="prompt") as bar:
         for first in range(0, len(searches), some):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from queue import SimpleQueue
@@ -177,9 +178,12 @@ def per_prompt(params: P | Iterable[P], kind: type[P], name: str, count: int) ->
 
 
 def lora_requests(adapters: Adapters, count: int) -> list[LoRARequest | None]:
-    """Return one adapter per prompt, None for the base model; RequestError unless there is one for all or for each."""
+    """Return one adapter per prompt, None for the base model; RequestError unless there is one for all or for each.
+
+    An adapter for all is read again at most once.
+    """
     if adapters is None or isinstance(adapters, LoRARequest):
-        return [adapters] * count
+        return [adapters, *[as_loaded(adapters)] * (count - 1)][:count]
     many = listed(adapters)
     if many is None or len(many) != count or not all(isinstance(each, LoRARequest | None) for each in many):
         raise RequestError(
@@ -187,6 +191,11 @@ def lora_requests(adapters: Adapters, count: int) -> list[LoRARequest | None]:
             f"{brief(adapters)}"
         )
     return many
+
+
+def as_loaded(adapter: LoRARequest | None) -> LoRARequest | None:
+    """Return an adapter for further requests, which need not read it again."""
+    return adapter and replace(adapter, load_inplace=False)
 
 
 def priorities(priority: int | Iterable[int] | None, count: int) -> list[int]:
