@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from jaxserve.api.lora_request import LoRARequest
 from jaxserve.api.token_ids import TokenIds
@@ -65,6 +66,8 @@ class AdapterNames:
         self._load, self._unload, self._is_enabled = load, unload, is_enabled
         self._lock = threading.Lock()  # held while an adapter loads, so that it is read once
         self._named: dict[str, NamedAdapter] = {}
+        self._holding = threading.Lock()  # held while names and holders change
+        self._holders: dict[str, WeakSet[Any]] = {}  # requests read with an adapter, by digest, also unnamed ones
 
     @property
     def all(self) -> list[NamedAdapter]:
@@ -113,6 +116,19 @@ class AdapterNames:
         start = _invoked_at(token_ids, known.loaded.invocation)
         return ("", 0) if start is None else (known.loaded.digest, start)
 
+    def hold(self, digest: str, holder: object) -> None:
+        """Keep an adapter for a request that was read with it, as long as its `holder` exists, before the core has it.
+
+        Raises:
+            RequestError: the adapter was unloaded since the request was read.
+        """
+        if not digest:
+            return
+        with self._holding:
+            if digest not in self._holders and not self._is_named(digest):
+                raise RequestError("the adapter of this request was unloaded meanwhile; load it again")
+            self._holders.setdefault(digest, WeakSet()).add(holder)
+
     def load(self, request: LoRARequest) -> NamedAdapter:
         """Load an adapter from its directory; with `load_inplace`, replace the one with its name.
 
@@ -142,9 +158,11 @@ class AdapterNames:
     def remove(self, name: str) -> NamedAdapter | None:
         """Forget a name, and return its adapter; None if it is unknown. Unfinished requests keep it."""
         with self._lock:
-            found = self._named.pop(name, None)
-            if found is not None:
-                self._release(found.loaded.digest)
+            with self._holding:
+                found = self._named.pop(name, None)
+                released = self._released(found)
+            for digest in released:
+                self._unload(digest)
             return found
 
     def _put(self, request: LoRARequest, source: AdapterSource) -> NamedAdapter:
@@ -153,16 +171,26 @@ class AdapterNames:
             loaded = self._load(source)
         except ConfigError as error:
             raise RequestError(str(error)) from error
-        old = self._named.get(request.lora_name)
-        found = self._named[request.lora_name] = NamedAdapter(request, loaded)
-        if old is not None and old.loaded.digest != loaded.digest:
-            self._release(old.loaded.digest)
+        with self._holding:
+            old = self._named.get(request.lora_name)
+            found = self._named[request.lora_name] = NamedAdapter(request, loaded)
+            released = self._released(old)
+        for digest in released:
+            self._unload(digest)
         return found
 
-    def _release(self, digest: str) -> None:
-        """Tell the core that an adapter has lost its name, unless it has another one."""
-        if all(each.loaded.digest != digest for each in self._named.values()):
-            self._unload(digest)
+    def _released(self, old: NamedAdapter | None) -> list[str]:
+        """Forget and return the digests that neither a name nor a request has, after `old` has lost its name."""
+        digests = {*self._holders} if old is None else {*self._holders, old.loaded.digest}
+        released = [each for each in digests if not (self._is_named(each) or len(self._holders.get(each, ())))]
+        for digest in digests:
+            if not len(self._holders.get(digest, ())):
+                self._holders.pop(digest, None)
+        return released
+
+    def _is_named(self, digest: str) -> bool:
+        """Return whether an adapter has a name."""
+        return any(each.loaded.digest == digest for each in self._named.values())
 
     def _require_enabled(self) -> None:
         if not self._is_enabled:

@@ -125,7 +125,9 @@ class RequestReader:
             request.reuse = hint
         _check_some_allowed(requests[0])
         self._check_fits(requests[0])  # its siblings then fit as well, on any replica
-        return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)
+        group = RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)
+        self._adapters.hold(adapter, group)
+        return group
 
     def _read_params(self, params: SamplingParams | PoolingParams) -> tuple[SamplingParams, PoolingParams | None]:
         """Check the parameters again, since the caller may have changed them.

@@ -90,6 +90,25 @@ class TestNames:
         assert self.unloaded == ["digest of x"]
         assert self.names.remove("b") is None
 
+    def test_a_replaced_adapter_stays_while_requests_have_it(self) -> None:
+        class Holder:
+            """A request that was read."""
+
+        first, second = Holder(), Holder()
+        for path, holder in (("/x", first), ("/y", second)):
+            digest, _ = self.names.resolve(LoRARequest("a", 1, path, load_inplace=True), [1])
+            self.names.hold(digest, holder)
+        assert self.unloaded == []
+        self.names.remove("a")
+        assert self.unloaded == []
+        del first
+        self.names.load(LoRARequest("b", 1, "/z"))
+        assert self.unloaded == ["digest of x"]
+        with pytest.raises(RequestError, match="unloaded meanwhile"):
+            self.names.hold("digest of x", second)
+        self.names.hold("digest of y", second)
+        self.names.hold("", second)
+
     @pytest.mark.parametrize(
         ("request_", "message"),
         [
