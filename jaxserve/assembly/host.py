@@ -169,7 +169,12 @@ class CoreHost:
         runners = [replica.executor for replica in self.core.replicas if isinstance(replica.executor, Runner)]
         if layout is None or not runners:
             return None
-        store = AdapterStore(layout, arch, runners[0].mesh, config.max_cpu_loras, self.core.adapters_in_use)
+        core = weakref.ref(self.core)  # which has the store: an abandoned engine is freed without the garbage collector
+
+        def in_use() -> set[str]:
+            return set() if (known := core()) is None else known.adapters_in_use()
+
+        store = AdapterStore(layout, arch, runners[0].mesh, config.max_cpu_loras, in_use)
         for runner in runners:
             runner.adapter_arrays = store.arrays
         self.core.hold_adapter = store.arrays

@@ -172,6 +172,17 @@ def test_a_closed_engine_frees_its_arrays_while_programs_compile(
     assert len(made) == 8, "the program at hand is the last"
 
 
+def test_an_abandoned_one_with_adapters_is_freed_without_the_cycle_collector(llama: Path) -> None:
+    llm = LLM(str(llama), **ONE_ROW, enable_lora=True)
+    alive = arrays_of(llm)
+    gc.disable()
+    try:
+        del llm
+        assert not any(array() is not None for array in alive)
+    finally:
+        gc.enable()
+
+
 def test_whatever_is_asked_of_a_closed_one_is_an_error(llama: Path) -> None:
     with LLM(str(llama), **ONE_ROW) as llm:
         answer(llm, "short", 2)
