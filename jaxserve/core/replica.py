@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -147,11 +148,18 @@ class Replica:
         self._record_event(event)
 
     def move_pages(self) -> None:
-        """Start the page moves that were requested, and note those that have ended."""
-        if self.mover is not None:
+        """Start the page moves that were requested, and note those that have ended.
+
+        Ends may request further moves, to the next tier. They start now, too: an idle replica is not settled again.
+        """
+        if self.mover is None:
+            return
+        is_settled = False
+        while not is_settled:
             self.mover.start_moves(self.scheduler.take_moves())
             for keys, ok in self.mover.take_ended():
                 self.transferred(Transferred(keys, ok))
+            is_settled = not self.scheduler.has_moves
 
     def publish_events(self) -> None:
         """Publish the changes of the prefix cache since the last call."""
@@ -160,7 +168,8 @@ class Replica:
             self.publisher.publish(events)
 
     def save_pages(self, token_ids: TokenIds, salt: str) -> int:
-        """Write the stored pages durably; return how many of a sequence's tokens have theirs in a tier that survives.
+        """Write the stored pages durably; return how many of a sequence's first tokens have theirs in a tier that
+        survives.
 
         Callable from any thread.
 
@@ -178,8 +187,8 @@ class Replica:
         tiers = [tier for tier in self._tiers if tier.outlives_device]
         hashes = PrefixHashes(groups.page_size).prompt_pages(token_ids, salt.encode(errors="surrogatepass"))
         group = groups.full[0] if groups.full else 0
-        stored = [any(PageKey(group, page_hash) in tier for tier in tiers) for page_hash in hashes]
-        return groups.page_size * sum(stored)
+        stored = takewhile(lambda page_hash: any(PageKey(group, page_hash) in tier for tier in tiers), hashes)
+        return groups.page_size * len([*stored])
 
     def withdraw(self) -> list[Request]:
         """Remove and return, in order, the waiting requests whose tokens are all known."""

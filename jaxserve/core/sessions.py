@@ -80,7 +80,7 @@ class SavedSession(NamedTuple):
 
     Attributes:
         session: what was saved.
-        num_stored_tokens: number of its tokens whose keys and values are on disk; the others are computed again.
+        num_stored_tokens: number of its first tokens whose keys and values are on disk; the others are computed again.
     """
 
     session: Session

@@ -61,6 +61,7 @@ def test_pages_that_leave_host_memory_come_back_from_disk(
     host = mover._media[0]
     assert isinstance(host, HostPages)
     assert 0 < len(host._pages) <= num_host_pages
+    assert not engine.replicas[0].scheduler.has_moves, "an idle engine starts no moves"
     engine.check_integrity()
     engine.close()
     engine = DrivenEngine(EngineConfig(**options))
