@@ -299,7 +299,8 @@ class Scheduler:
 
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
         """
-        self._transfers.use_costs(choice.loads, self._shard_sizes.kv_groups)
+        if choice.loads is not None:  # else the last ones hold for the next arrivals
+            self._transfers.use_costs(choice.loads, self._shard_sizes.kv_groups)
         parts = self._planning.make(self._next_step_id, choice)
         plan = parts[0] if len(parts) == 1 else join(parts, self._shard_sizes.num_pages)
         if not plan.requests:

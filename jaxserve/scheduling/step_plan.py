@@ -52,7 +52,7 @@ class StepChoice(NamedTuple):
             before any step was measured.
         may_split: True if a one-step plan without drafts may be split into two programs, so that rows waiting for the
             host (for a grammar's mask) do not delay the others.
-        loads: times that decide which prefixes are loaded; None loads all, as before any step was measured.
+        loads: times that decide which prefixes are loaded; None for the last ones, before the first ones any prefix.
     """
 
     max_steps: int = 1

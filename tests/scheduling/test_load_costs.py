@@ -46,3 +46,21 @@ def test_a_load_begins_on_arrival_if_others_do_not_need_the_pages():
     tiers.drain()
     assert again.cached_tokens == CachedTokens(disk=28)
     tiers.replay()
+
+
+def test_an_arrival_is_judged_by_the_last_measured_costs():
+    """Plans without waiting requests have no costs; the next request does not read a slow tier because of them."""
+    for page_s, status in ((0.0, RequestStatus.LOADING), (1.0, RequestStatus.WAITING)):
+        tiers = new_tiers(num_pages=30)
+        tiers.run("first", range(30))
+        for index in range(6):
+            tiers.run(f"flood {index}", [90 + index] * 40)
+        tiers.choice = StepChoice(loads=LoadCosts(0.001, [page_s]))
+        tiers.add(make_request("running", [50] * 8, 30))
+        tiers.step()
+        tiers.choice = StepChoice()
+        tiers.step()
+        again = tiers.add(make_request("again", range(30), 2))
+        assert again.status is status
+        tiers.drain()
+        tiers.replay()

@@ -156,16 +156,14 @@ class Transfers:
         requested, self._requested = self._requested, Requested([], False, [])
         return requested
 
-    def use_costs(self, costs: LoadCosts | None, groups: KVGroups) -> None:
-        """Choose the tiers from which pages are loaded, and the minimum of blocks; None allows all.
+    def use_costs(self, costs: LoadCosts, groups: KVGroups) -> None:
+        """Choose the tiers from which pages are loaded, and the minimum of blocks; before the first call, any.
 
         Args:
             costs: measured times.
             groups: KV groups, with a page each in a block.
         """
-        self._num_worth, self._min_blocks = len(self.tiers), 0
-        if costs is None:
-            return
+        self._min_blocks = 0
         block_s = groups.page_size * costs.token_s
         gains = [block_s - groups.size * page_s for page_s in costs.page_s]
         self._num_worth = next((number for number, gain in enumerate(gains) if gain <= 0), len(gains))
