@@ -120,6 +120,7 @@ class SessionCalls:
     async def _restored(self, call: Call, name: str, continued_as: str | None = None) -> RestoredSession:
         """Restore a session, as another conversation if one is named; its prompt is a request like any other."""
         session = await call.in_workers(partial(_naming, self._sessions.read, name, call.tenant))
+        session = session.renamed(continued_as or name)  # its prompt's end is noted under this name
         prompt = session.prompt(self._engine.schedule.max_total_tokens - 1)
         service, admission = self._service, self._service.admission
         admission.check_early(call.tenant)
@@ -135,7 +136,7 @@ class SessionCalls:
                 except BrokenStepError as error:
                     message = "the engine could not compute the session; try again"
                     raise BadRequestError(message, None, "engine_error", 500) from error
-        self._sessions.remember(session.renamed(continued_as or name))
+        self._sessions.remember(session)
         return session.restored(group.output)
 
 
