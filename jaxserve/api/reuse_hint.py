@@ -6,8 +6,9 @@ import math
 from typing import Any, NamedTuple
 
 from jaxserve.api import schema
-from jaxserve.errors import RequestError
+from jaxserve.errors import RequestError, brief
 
+MAX_GROUP_LEN = 256  # names are kept after their requests
 IN_MEMORY_S, EXTENDED_S = 300.0, 86_400.0  # how long OpenAI and Anthropic keep prompts, by default and at most
 _TIME = schema.number(0)
 
@@ -20,7 +21,7 @@ class ReuseHint(NamedTuple):
 
     Attributes:
         group: name of the conversation; a request that continues an earlier one of the group replaces it, so that
-            pages used only by the earlier one go first. Empty for none.
+            pages used only by the earlier one go first. At most 256 characters; empty for none.
         after_s: expected seconds from the request's end to the next use: 0 if unknown, infinite if none is expected.
         within_s: seconds after the request's end for which the hint counts; then it is as if there was none.
     """
@@ -35,7 +36,11 @@ class ReuseHint(NamedTuple):
         if hint is None:
             return None
         if not isinstance(hint, cls) or not isinstance(hint.group, str):
-            raise RequestError(f"reuse must be a ReuseHint whose group is a string, got {hint!r}")
+            raise RequestError(f"reuse must be a ReuseHint whose group is a string, got {brief(hint)}")
+        if len(hint.group) > MAX_GROUP_LEN:
+            raise RequestError(
+                f"the group of reuse must have at most {MAX_GROUP_LEN} characters, got {len(hint.group)}"
+            )
         for name in ("after_s", "within_s"):
             value: Any = getattr(hint, name)
             if value != math.inf:

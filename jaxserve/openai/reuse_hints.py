@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from jaxserve.api.reuse_hint import EXTENDED_S, IN_MEMORY_S, NOT_AGAIN, ReuseHint
+from jaxserve.api.reuse_hint import EXTENDED_S, IN_MEMORY_S, MAX_GROUP_LEN, NOT_AGAIN, ReuseHint
 from jaxserve.api.schema import FieldType, number
 from jaxserve.openai.errors import Json
 from jaxserve.openai.fields import (
@@ -28,6 +28,7 @@ from jaxserve.openai.fields import (
     needed,
 )
 
+MAX_SLOTS = 2**31  # llama.cpp's slots have 32-bit numbers
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _TTL = BodyField(
     FieldType(
@@ -69,8 +70,9 @@ def read_hint(given: Json, reader: BodyReader) -> ReuseHint | None:
     """
     if not given.keys() & HINT_FIELDS.keys():
         return None
-    slot = str(given.get("id_slot", ""))
-    hint = ReuseHint(given.get("session_id") or given.get("prompt_cache_key") or slot)
+    slot = given.get("id_slot", -1)  # -1 is any slot
+    name = given.get("session_id") or given.get("prompt_cache_key") or (str(slot) if 0 <= slot < MAX_SLOTS else "")
+    hint = ReuseHint(name[:MAX_GROUP_LEN])
     times = [IN_MEMORY_S]
     if given.get("prompt_cache_retention") == "24h":
         times.append(EXTENDED_S)

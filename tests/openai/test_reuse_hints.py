@@ -8,7 +8,7 @@ from anthropic.types import message_create_params
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
-from jaxserve.api.reuse_hint import ReuseHint
+from jaxserve.api.reuse_hint import MAX_GROUP_LEN, ReuseHint
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.fields import BodyReader
 from jaxserve.openai.messages import message_to_chat
@@ -32,6 +32,8 @@ def test_fields_become_one_hint() -> None:
     assert hint() is None
     assert hint(prompt_cache_key="k") == ReuseHint("k")
     assert hint(prompt_cache_key="k", session_id="s") == ReuseHint("s")
+    assert hint(prompt_cache_key="k" * 10_000) == ReuseHint("k" * MAX_GROUP_LEN), "names are kept, so they are short"
+    assert (hint(id_slot=3), hint(id_slot=-1), hint(id_slot=10**4000)) == (ReuseHint("3"), ReuseHint(), ReuseHint())
     assert hint(prompt_cache_retention="24h") == ReuseHint("", 0.0, 86_400.0)
     assert hint(prompt_cache_retention="in_memory") == ReuseHint()
     assert hint(prompt_cache_options={"mode": "implicit", "ttl": "30m"}) == ReuseHint("", 0.0, 1800.0)
