@@ -8,6 +8,7 @@ again, and a page is found only by its hash over salt and tokens, in a file for 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jaxserve.core.growing_outputs import RequestGroup
 
 MAX_TURNS = 4096  # conversations whose latest turn is remembered
+MAX_TOKENS = 2**24  # tokens in these, of up to 40 bytes each
 MAX_NAME_LEN = 256
 _VERSION = 1
 RESTORING = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # parameters for `Session.prompt`
@@ -111,6 +113,8 @@ class Sessions:
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._latest: OrderedDict[tuple[str, str], Session] = OrderedDict()
+        self._num_tokens = 0  # in the latest turns
+        self._lock = threading.Lock()  # guards both
 
     @classmethod
     def at(cls, kv_offloading_path: str | None, *, has_prefix_cache: bool) -> Sessions:
@@ -136,10 +140,12 @@ class Sessions:
     def remember(self, session: Session) -> None:
         """Make a session its conversation's latest turn."""
         key = session.tenant, session.name
-        self._latest[key] = session
-        self._latest.move_to_end(key)
-        if len(self._latest) > MAX_TURNS:
-            self._latest.popitem(last=False)
+        with self._lock:
+            self._remove(key)
+            self._latest[key] = session
+            self._num_tokens += len(session.token_ids)
+            while len(self._latest) > MAX_TURNS or self._num_tokens > MAX_TOKENS:
+                self._remove(next(iter(self._latest)))
 
     def latest(self, name: str, tenant: str = "") -> Session:
         """Return the latest turn of a conversation; UnknownSessionError if there is none."""
@@ -154,8 +160,8 @@ class Sessions:
     def forget(self, name: str, tenant: str = "") -> int:
         """Forget the latest turn of a conversation; return its number of tokens."""
         self._require()
-        session = self._latest.pop((tenant, name), None)
-        return 0 if session is None else len(session.token_ids)
+        with self._lock:
+            return self._remove((tenant, name))
 
     def write(self, session: Session, name: str) -> Session:
         """Write a session durably under a name, and return it as it was written.
@@ -192,6 +198,13 @@ class Sessions:
         path = self._path(self.read(name, tenant).name, tenant)
         path.unlink(missing_ok=True)
 
+    def _remove(self, key: tuple[str, str]) -> int:
+        """Forget the latest turn of a conversation, if it is known; return its number of tokens."""
+        session = self._latest.pop(key, None)
+        num_tokens = 0 if session is None else len(session.token_ids)
+        self._num_tokens -= num_tokens
+        return num_tokens
+
     def _require(self) -> Path:
         """Return the directory; NoSessionsError if there is none."""
         if self._directory is None:
@@ -216,5 +229,5 @@ def _read(path: Path) -> Session | None:
         if content.pop("version") != _VERSION:
             return None
         return Session(**content)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

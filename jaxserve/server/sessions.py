@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jaxserve.server.service import Service
 
 SESSIONS, SLOTS = "/v1/sessions", "/slots"
+MAX_SLOT_LEN = 10  # digits
 _ACTIONS = {"save", "restore"}
 _FILE: ObjectFields = {"filename": needed(TEXT)}
 Handler = Callable[["Call"], Awaitable[None]]
@@ -92,7 +93,7 @@ class SessionCalls:
     async def _slot(self, slot: str, call: Call) -> None:
         """Serve llama.cpp's actions: a slot is the conversation with the slot's number as its name."""
         action, began_s = parse_qs(call.query).get("action", [""])[0], time.monotonic()
-        number = int(slot) if slot.isdecimal() else 0
+        number = int(slot) if slot.isdecimal() and len(slot) <= MAX_SLOT_LEN else 0
         if action == "erase":
             num_tokens = await call.in_workers(partial(_naming, self._sessions.forget, slot, call.tenant))
             await call.send_json({"id_slot": number, "n_erased": num_tokens})

@@ -1,0 +1,47 @@
+"""Latest turns of conversations: bounded, and safe to change from several threads."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from jaxserve.core import sessions as module
+from jaxserve.core.sessions import Session, Sessions, UnknownSessionError
+
+
+def test_the_oldest_turns_are_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "MAX_TURNS", 4)
+    monkeypatch.setattr(module, "MAX_TOKENS", 100)
+    sessions = Sessions(tmp_path)
+    for num_tokens, kept in ((10, [6, 7, 8, 9]), (40, [8, 9])):
+        for index in range(10):
+            sessions.remember(Session(f"{index}", [1] * num_tokens, ""))
+        found = []
+        for index in range(10):
+            try:
+                found.append(int(sessions.latest(f"{index}").name))
+            except UnknownSessionError:
+                continue
+        assert found == kept
+    assert [sessions.forget("9"), sessions.forget("9"), sessions.forget("8")] == [40, 0, 40]
+    sessions.remember(Session("long", [1] * 100, ""))
+    assert sessions.latest("long").token_ids == [1] * 100, "forgotten turns count no more"
+
+
+def test_threads_remember_and_forget_the_same_turn(tmp_path: Path) -> None:
+    sessions, session = Sessions(tmp_path), Session("a", [1, 2, 3], "")
+
+    def run(index: int) -> None:
+        for _ in range(300):
+            sessions.remember(session)
+            assert sessions.forget("a") in (0, 3)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, range(4)))
+    assert sessions.forget("a") == 0
+
+
+def test_other_files_are_no_sessions(tmp_path: Path) -> None:
+    for index, content in enumerate(("3", "[]", '"a"', "{}", "{", "null")):
+        (tmp_path / f"{index}.json").write_text(content)
+    assert Sessions(tmp_path).list() == []
