@@ -138,7 +138,7 @@ class KVPublisher:
     def _event(self, event: PageEvent) -> dict[str, Any]:
         """Return an event's fields in vLLM's names."""
         match event:
-            case BlocksStored(hashes, parent, token_ids, group, salt, session):
+            case BlocksStored(hashes, parent, token_ids, group, salt, session, adapter):
                 window = self._windows[group]
                 fields: dict[str, Any] = {
                     "type": "BlockStored",
@@ -148,7 +148,7 @@ class KVPublisher:
                     "block_size": self._page_size,
                     "lora_id": None,
                     "medium": MEDIUM,
-                    "lora_name": None,
+                    "lora_name": adapter or None,  # a digest: its users' name for it is not known here
                     "group_idx": group,
                     "kv_cache_spec_kind": "full_attention" if window is None else "sliding_window",
                 }

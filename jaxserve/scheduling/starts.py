@@ -281,7 +281,7 @@ class StartPlanner:
                 plan.restored.append((plan.num_rows, states.read(hashes[num_blocks - 1])))
         if ledger.store.events is not None and request.loaded_blocks:
             hashes = ledger.store.hashes(request)[: start // ledger.page_size]
-            ledger.store.events.loaded(request, hashes, range(ledger.groups.size))
+            ledger.store.events.loaded(request, hashes, pages, ledger.groups.size)
         found = request.by_tier(start, ledger.page_size)
         if not request.num_preemptions:
             request.cached_tokens = found

@@ -6,6 +6,7 @@ keep a set.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ class BlocksStored(NamedTuple):
         group: KV group of their pages.
         salt: namespace of the first block, which has no other before it; None for later ones.
         session: conversation of the request; empty without one.
+        adapter: digest of the LoRA adapter on which they depend; empty for the base model.
     """
 
     hashes: list[bytes]
@@ -32,6 +34,7 @@ class BlocksStored(NamedTuple):
     group: int
     salt: bytes | None
     session: str
+    adapter: str
 
 
 class BlocksRemoved(NamedTuple):
@@ -61,6 +64,14 @@ class PageEvents:
 
     def stored(self, request: Request, hashes: Sequence[bytes], blocks: Sequence[int], group: int) -> None:
         """Note consecutive blocks of a request, by index; `hashes` are those of all its blocks."""
+        split = request.adapter_start // self._page_size if request.adapter else sys.maxsize
+        self._stored(request, hashes, [block for block in blocks if block < split], group, "")
+        self._stored(request, hashes, [block for block in blocks if block >= split], group, request.adapter)
+
+    def _stored(
+        self, request: Request, hashes: Sequence[bytes], blocks: Sequence[int], group: int, adapter: str
+    ) -> None:
+        """Note consecutive blocks that all depend on this adapter, or all on none."""
         if not blocks:
             return
         first, stop, size = blocks[0], blocks[-1] + 1, self._page_size
@@ -72,6 +83,7 @@ class PageEvents:
             group,
             None if first else request.salt,
             "" if hint is None else hint.group,
+            adapter,
         )
         self._events.append(event)
 
@@ -95,12 +107,13 @@ class PageEvents:
         """Note that all blocks were forgotten."""
         self._events = [AllCleared()]
 
-    def loaded(self, request: Request, hashes: Sequence[bytes], groups: Iterable[int]) -> None:
-        """Note the blocks that were loaded for a request that starts."""
+    def loaded(self, request: Request, hashes: Sequence[bytes], pages: Sequence[int], num_groups: int) -> None:
+        """Note the blocks that were loaded for a request that starts with these pages, by KV group."""
         for block in sorted(request.loaded_blocks):
             if block < len(hashes):
-                for group in groups:
-                    self.stored(request, hashes, [block], group)
+                for group in range(num_groups):
+                    if pages[block * num_groups + group] != RELEASED:
+                        self.stored(request, hashes, [block], group)
 
     def take(self) -> list[PageEvent]:
         """Return the changes, and forget them."""
