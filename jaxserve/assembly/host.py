@@ -313,7 +313,14 @@ def _publishers(
     if events is None or not events.is_on or isinstance(peers, Follower):
         return [None] * num_replicas
     groups = schedule.kv_groups
-    return [KVPublisher(events, groups.page_size, groups.windows, rank) for rank in range(num_replicas)]
+    publishers: list[KVPublisher | None] = []
+    with ExitStack() as stack:  # an address in use leaves no other one in use
+        for rank in range(num_replicas):
+            publisher = KVPublisher(events, groups.page_size, groups.windows, rank)
+            stack.callback(publisher.close)
+            publishers.append(publisher)
+        stack.pop_all()
+    return publishers
 
 
 def _recorder(peers: Leader | Follower | None, logs: Sequence[EventLog]) -> Record | None:

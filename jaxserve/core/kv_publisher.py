@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 MEDIUM = "GPU"  # vLLM's name for device memory, whatever the device
 _POLL_S = 0.05  # time until a request for a replay is seen
 _CLOSE_S = 5.0
+_MAX_HWM = 2**31 - 1
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -68,7 +69,9 @@ class KVPublisher:
         self.num_dropped = 0
         context: Any = zmq.Context.instance()
         self._out, self._replay = context.socket(zmq.PUB), context.socket(zmq.ROUTER)
-        self._out.set_hwm(config.hwm)
+        self._out.set_hwm(min(config.hwm, _MAX_HWM))
+        # ZeroMQ drops messages beyond the limit: it must allow a whole replay and its end.
+        self._replay.set_hwm(min(config.buffer_steps + 1, _MAX_HWM))
         try:
             _attach(self._out, _for_rank(config.endpoint, rank))
             if config.replay_endpoint is not None:

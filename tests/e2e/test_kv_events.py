@@ -15,9 +15,10 @@ from jaxserve.api.kv_events_config import KVEventsConfig
 from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
-from jaxserve.core.kv_publisher import _END, _for_rank
+from jaxserve.core.kv_publisher import _END, KVPublisher, _for_rank
 from jaxserve.errors import ConfigError
 from jaxserve.offline.llm import LLM
+from jaxserve.scheduling.kv_cache.page_events import AllCleared
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import generate, tokens
 
@@ -199,6 +200,25 @@ def test_missed_batches_are_replayed(subscriber: Subscriber, llama: Path) -> Non
         assert [subscriber.num_cached(tokens(17, number)) for number in range(3)] == [16] * 3
         assert [number for number, _ in subscriber.replay(1)] == [*range(1, len(batches))]
         assert subscriber.replay(10_000) == []
+
+
+def test_a_long_replay_is_complete(subscriber: Subscriber) -> None:
+    """More batches than ZeroMQ queues for a socket by default, for a client that reads none of them at first."""
+    publisher = KVPublisher(KVEventsConfig(**subscriber.config), PAGE_SIZE, [None])
+    try:
+        for _ in range(5000):
+            publisher.publish([AllCleared()])
+        time.sleep(0.3)
+        with subscriber.context.socket(zmq.DEALER) as request:
+            request.connect(subscriber.replays)
+            request.send_multipart((b"", (0).to_bytes(8, "big")))
+            time.sleep(1)
+            numbers = []
+            while request.poll(2000):
+                numbers.append(request.recv_multipart()[2])
+        assert numbers == [*(number.to_bytes(8, "big") for number in range(5000)), _END]
+    finally:
+        publisher.close()
 
 
 def test_wrong_options_are_named(tmp_path: Path) -> None:
