@@ -50,7 +50,7 @@ def in_class(request: ParsedRequest, headers: Headers, tenant: str, objectives: 
         objectives: priority by objective.
     """
     named = _header(headers, OBJECTIVE)
-    tenant = tenant or (_header(headers, FAIRNESS_ID) or "")[:MAX_NAME_LEN]
+    tenant = named_tenant(headers, tenant)
     if tenant != request.tenant:
         request = replace(request, tenant=tenant)
     if named is None or request.priority is not None:
@@ -58,6 +58,11 @@ def in_class(request: ParsedRequest, headers: Headers, tenant: str, objectives: 
     if named not in objectives:
         return replace(request, ignored=(*request.ignored, OBJECTIVE[0].decode()))
     return replace(request, priority=objectives[named])
+
+
+def named_tenant(headers: Headers, owner: str) -> str:
+    """Return the tenant of a request: the key's owner, or the one that a header names if there is none."""
+    return owner or (_header(headers, FAIRNESS_ID) or "")[:MAX_NAME_LEN]
 
 
 def in_session(request: ParsedRequest, headers: Headers) -> ParsedRequest:

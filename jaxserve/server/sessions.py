@@ -21,6 +21,7 @@ from jaxserve.core.sessions import (
 from jaxserve.errors import RequestError, brief
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.fields import TEXT, BodyReader, ObjectFields, needed
+from jaxserve.server.request_classes import named_tenant
 from jaxserve.server.streams import BrokenStepError, Stream
 
 if TYPE_CHECKING:
@@ -70,12 +71,12 @@ class SessionCalls:
 
     async def _list(self, call: Call) -> None:
         """Reply with the owner's saved sessions."""
-        saved = await call.in_workers(partial(_naming, self._sessions.list, call.tenant))
+        saved = await call.in_workers(partial(_naming, self._sessions.list, _owner(call)))
         await call.send_json({"object": "list", "data": [_described(session) for session in saved]})
 
     async def _delete(self, name: str, call: Call) -> None:
         """Delete a saved session."""
-        await call.in_workers(partial(_naming, self._sessions.delete, name, call.tenant))
+        await call.in_workers(partial(_naming, self._sessions.delete, name, _owner(call)))
         await call.send_json({"id": name, "object": "session.deleted", "deleted": True})
 
     async def _save(self, name: str, call: Call) -> None:
@@ -95,7 +96,7 @@ class SessionCalls:
         action, began_s = parse_qs(call.query).get("action", [""])[0], time.monotonic()
         number = int(slot) if slot.isdecimal() and len(slot) <= MAX_SLOT_LEN else 0
         if action == "erase":
-            num_tokens = await call.in_workers(partial(_naming, self._sessions.forget, slot, call.tenant))
+            num_tokens = await call.in_workers(partial(_naming, self._sessions.forget, slot, _owner(call)))
             await call.send_json({"id_slot": number, "n_erased": num_tokens})
             return
         if action not in _ACTIONS:
@@ -115,19 +116,19 @@ class SessionCalls:
 
     async def _saved(self, call: Call, name: str, saved_as: str | None = None) -> SavedSession:
         """Save a conversation, under another name if one is given."""
-        save = partial(self._engine.save_session, name, call.tenant, saved_as=saved_as)
+        save = partial(self._engine.save_session, name, _owner(call), saved_as=saved_as)
         return await call.in_workers(partial(_naming, save))
 
     async def _restored(self, call: Call, name: str, continued_as: str | None = None) -> RestoredSession:
         """Restore a session, as another conversation if one is named; its prompt is a request like any other."""
-        session = await call.in_workers(partial(_naming, self._sessions.read, name, call.tenant))
+        session = await call.in_workers(partial(_naming, self._sessions.read, name, _owner(call)))
         session = session.renamed(continued_as or name)  # its prompt's end is noted under this name
         prompt = session.prompt(self._engine.schedule.max_total_tokens - 1)
         service, admission = self._service, self._service.admission
         admission.check_early(call.tenant)
         request_id = f"session-{next(self._ids)}"
         with admission.opened(call.tenant), call.watched():
-            group = self._engine.reader.read(request_id, prompt, RESTORING, tenant=call.tenant)
+            group = self._engine.reader.read(request_id, prompt, RESTORING, tenant=_owner(call))
             with admission.admitted(call.tenant, 0, [group], math.inf):
                 stream = Stream([group], self._engine.frontend.lock, is_whole=True)
                 await admission.turn(0, stream.through)
@@ -139,6 +140,11 @@ class SessionCalls:
                     raise BadRequestError(message, None, "engine_error", 500) from error
         self._sessions.remember(session)
         return session.restored(group.output)
+
+
+def _owner(call: Call) -> str:
+    """Return the tenant whose sessions a request means, as for the requests that belong to them."""
+    return named_tenant(call.headers, call.tenant)
 
 
 def _naming(work: Callable[..., Any], *args: Any) -> Any:

@@ -135,6 +135,15 @@ def test_sessions_belong_to_the_keys_owner(server: Running, tmp_path: Path) -> N
         assert reply["cached_tokens"] == 8
 
 
+def test_sessions_without_keys_belong_to_the_tenant_in_the_header(server: Running) -> None:
+    owners = [{"x-llm-d-inference-fairness-id": name} for name in ("x", "y")]
+    body = {"prompt": PROMPT[:9], "max_tokens": 1, "session_id": "by header"}
+    server.client.post("/v1/completions", json=body, headers=owners[0]).raise_for_status()
+    for headers, status in ((owners[1], 404), ({}, 404), (owners[0], 200)):
+        for action in ("save", "restore"):
+            assert server.client.post(f"/v1/sessions/by header/{action}", headers=headers).status_code == status
+
+
 def test_sessions_need_pages_on_disk(engine: Engine) -> None:
     with running(engine) as plain:
         reply = plain.client.post("/v1/sessions/mine/save")
