@@ -126,13 +126,10 @@ class Sessions:
     def note(self, group: RequestGroup) -> None:
         """Remember a request that has ended as its conversation's latest turn, if it has a conversation."""
         request = group.requests[0]
-        if (
-            self._directory is None
-            or request.reuse is None
-            or not request.reuse.group
-            or request.adapter
-            or group.error
-        ):
+        if self._directory is None or request.reuse is None or not request.reuse.group or group.error:
+            return
+        if request.adapter:  # an earlier turn must not be saved in its place
+            self.forget(request.reuse.group, request.tenant)
             return
         tokens = [*request.prompt_token_ids, *group.output.outputs[0].token_ids]
         self.remember(Session(request.reuse.group, tokens, request.salt.decode(errors="surrogatepass"), request.tenant))
@@ -152,7 +149,7 @@ class Sessions:
         self._require()
         if (session := self._latest.get((tenant, name))) is None:
             raise UnknownSessionError(
-                f"no request of this engine belongs to the session {brief(name)}; "
+                f"no request of this engine belongs to the session {brief(name)}, or its latest one has an adapter; "
                 "give its requests this session_id, or a ReuseHint with this group"
             )
         return session

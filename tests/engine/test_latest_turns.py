@@ -1,11 +1,15 @@
 """Latest turns of conversations: bounded, and safe to change from several threads."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from simulation import make_request
 
+from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.core import sessions as module
+from jaxserve.core.growing_outputs import RequestGroup
 from jaxserve.core.sessions import Session, Sessions, UnknownSessionError
 
 
@@ -45,3 +49,17 @@ def test_other_files_are_no_sessions(tmp_path: Path) -> None:
     for index, content in enumerate(("3", "[]", '"a"', "{}", "{", "null")):
         (tmp_path / f"{index}.json").write_text(content)
     assert Sessions(tmp_path).list() == []
+
+
+def test_an_earlier_turn_is_not_saved_in_place_of_one_with_an_adapter(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path)
+
+    def end(adapter: str) -> None:
+        request = make_request("a#0", [1, 2], reuse=ReuseHint("mine"), adapter=adapter)
+        sessions.note(RequestGroup("a", None, [request], None, time.monotonic))
+
+    end("")
+    assert sessions.latest("mine").token_ids == [1, 2]
+    end("digest")
+    with pytest.raises(UnknownSessionError, match="adapter"):
+        sessions.latest("mine")
