@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -40,6 +40,7 @@ class StoredPages:
         self._num_pages, self.outlives_device = num_pages, outlives_device
         self._stored: OrderedDict[PageKey, int | None] = OrderedDict.fromkeys(keys)  # move that stored each page
         self._sources: dict[int, tuple[PageKey, int | None]] = {}  # by load: its page, and the move that stored it
+        self._num_loads: Counter[PageKey] = Counter()  # loads by page, without those that have none
 
     def __contains__(self, key: object) -> bool:
         return key in self._stored
@@ -51,8 +52,7 @@ class StoredPages:
 
     def victim(self) -> PageKey | None:
         """Return the page to delete first; None if all are being loaded."""
-        loading = {key for key, _ in self._sources.values()}
-        return next((key for key in self._stored if key not in loading), None)
+        return next((key for key in self._stored if key not in self._num_loads), None)
 
     def delete(self, key: PageKey) -> None:
         del self._stored[key]
@@ -65,6 +65,7 @@ class StoredPages:
     def load(self, move: int, key: PageKey) -> None:
         """Note that a stored page is read by a move until this has ended."""
         self._sources[move] = key, self._stored[key]
+        self._num_loads[key] += 1
 
     def store(self, move: int, key: PageKey) -> None:
         """Note that a move stores a page."""
@@ -73,7 +74,11 @@ class StoredPages:
 
     def loaded(self, move: int) -> int | None:
         """Note the end of a move that reads a page; return the move that stored the page."""
-        return self._sources.pop(move)[1]
+        key, stored_by = self._sources.pop(move)
+        self._num_loads[key] -= 1
+        if not self._num_loads[key]:
+            del self._num_loads[key]
+        return stored_by
 
     def holds(self, key: PageKey, source: int | None) -> bool:
         """Return whether a page is still the one that the move `source` has stored."""
@@ -86,5 +91,6 @@ class StoredPages:
     def restart(self) -> None:
         """Forget all moves, and content that a device failure may have destroyed."""
         self._sources.clear()
+        self._num_loads.clear()
         if not self.outlives_device:
             self._stored.clear()
