@@ -1,4 +1,4 @@
-"""Latest turns of conversations: bounded, and safe to change from several threads."""
+"""Latest turns of conversations: only so many, changed by several threads."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
