@@ -1,4 +1,4 @@
-"""Announced blocks: only those with pages, and those of an adapter under its digest."""
+"""Announced blocks: each group with a page, and adapters by their digests."""
 
 from simulation import make_request
 
@@ -7,7 +7,7 @@ from jaxserve.scheduling.kv_cache.page_events import PageEvents
 from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
 
 
-def test_blocks_with_an_adapter_are_no_blocks_of_the_base_model() -> None:
+def test_blocks_with_an_adapter_have_its_digest() -> None:
     request = make_request("a", range(17), adapter="digest", adapter_start=9)
     hashes, events = PrefixHashes(4).full_pages(request), PageEvents(4)
     events.stored(request, hashes, range(4), 0)
@@ -21,7 +21,7 @@ def test_blocks_with_an_adapter_are_no_blocks_of_the_base_model() -> None:
 
 
 def test_a_loaded_block_is_announced_for_the_groups_that_have_its_page() -> None:
-    """The second group has a sliding window, and loads only the last block."""
+    """The second group has a sliding window, in which only the last block lies."""
     request = make_request("a", range(9))
     request.loaded_blocks.update({0: "disk", 1: "disk"})
     events = PageEvents(4)
