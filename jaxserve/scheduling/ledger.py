@@ -221,6 +221,12 @@ class Ledger:
         is_computed = request.num_computed_tokens >= request.num_prompt_tokens
         return self.num_pages_to_copy(request) if is_computed else 0
 
+    def num_pages_left_by(self, request: Request) -> int:
+        """Return the number of pages that become available when a running request's prompt has been copied."""
+        prompt_pages = request.pages[: self.groups.num_blocks(request.num_prompt_tokens)]
+        others = {page for other in self.running.values() if other is not request for page in other.pages}
+        return sum(page not in others for page in prompt_pages)
+
     def must_end_at_prompt(self, request: Request) -> bool:
         """Return whether a decoding row must not pass its prompt's last token, because the prompt is compacted then."""
         return request.num_computed_tokens < request.num_prompt_tokens and self.num_pages_to_copy(request) > 0

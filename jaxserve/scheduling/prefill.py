@@ -199,8 +199,10 @@ class _PageReserve:
         num_copied = ledger.num_pages_to_compact(request)
         num_kept = ledger.num_pages_to_grow + self._num_older_pages - size * self._num_growing
         num_free = ledger.num_available - num_kept - num_copied
-        if num_copied and num_free < 0:
-            return 0
+        if num_copied:
+            if num_free < 0:
+                return 0
+            num_free += ledger.num_pages_left_by(request)
         num_blocks = (len(request.pages) + max(num_free, 0)) // size
         return max(min(limit, num_blocks * ledger.page_size - request.num_computed_tokens), 0)
 

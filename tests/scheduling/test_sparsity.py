@@ -8,6 +8,7 @@ from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, make_sche
 from jaxserve.api.sparsity_config import EvictionConfig, read_budget
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.scheduling.kv_cache.sparsity import Window, resolve_eviction
+from jaxserve.scheduling.step_plan import StepPlan
 from tests.parameters import seeds
 
 
@@ -60,6 +61,20 @@ def test_a_long_output_needs_only_its_prompt_and_its_budget():
     assert not request.num_preemptions
     with pytest.raises(RequestError, match="need 7 pages"):
         scheduler.add(make_request("long prompt", [1] * 25, 20))
+
+
+@pytest.mark.parametrize("num_outputs", [1, 2, 6])
+def test_a_preempted_request_continues_in_pages_that_its_prompt_and_its_copy_fill(num_outputs):
+    """Its output tokens get the pages that the prompt leaves."""
+    scheduler = make_scheduler(1, 64, 4, 7, eviction=EvictionConfig("snapkv", 12, window_tokens=1))
+    request = make_request("a", range(16), 10)
+    assert scheduler.sizes.kv_groups.num_pages(25, 16) == 7
+    loop = Loop(scheduler).add(request)
+    while len(request.output_token_ids) < num_outputs:
+        loop.step()
+    scheduler.shards[0].ledger.preempt(request, StepPlan(0))
+    loop.drain()
+    assert request.output_token_ids == generate_alone(request)[0]
 
 
 def test_budgets_that_fit_no_page_are_refused():
