@@ -154,6 +154,7 @@ class PrefillPlanner:
         for row in range(first_row, plan.num_rows):
             request, start = plan.requests[row], plan.starts[row]
             stop, num_known = start + plan.counts[row], request.num_tokens - plan.max_new[row]
+            num_known = ledger.groups.num_shareable(num_known, request.num_prompt_tokens)
             last = (num_known - 1) // ledger.page_size * ledger.page_size  # the last token is computed in any case
             num_tokens = next((each for each in (request.branch_tokens, last) if start < each <= stop), None)
             if num_tokens is None or request in ledger.store.unshared:

@@ -77,6 +77,18 @@ def test_a_preempted_request_continues_in_pages_that_its_prompt_and_its_copy_fil
     assert request.output_token_ids == generate_alone(request)[0]
 
 
+def test_states_after_output_tokens_are_not_shared():
+    """They depend on the prompt's length, as keys and values do; a preempted request computes them among prompts."""
+    scheduler = make_scheduler(2, 64, 4, 24, eviction=EvictionConfig("streaming_llm", 12), num_snapshots=4)
+    request = make_request("a", range(6), 18)
+    loop, store = Loop(scheduler).add(request), scheduler.shards[0].ledger.store
+    while len(request.output_token_ids) < 12:
+        loop.step()
+    scheduler.shards[0].ledger.preempt(request, StepPlan(0))
+    loop.drain()
+    assert [*store.states.cached] == store.hashes(request)[:1]
+
+
 def test_budgets_that_fit_no_page_are_refused():
     eviction = EvictionConfig("streaming_llm", 40, sink_tokens=17)
     assert resolve_eviction(eviction, 8, 41) == Window(8, 40, 3)
