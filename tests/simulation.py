@@ -166,6 +166,8 @@ class Device:
 
     def _compact(self, plan):
         """Copy prompt tokens to pages after checking that all of the prompt is in the former ones."""
+        sources = {source for source, _ in plan.copies}
+        assert not any(sources & set(pages) for *_, pages in plan.compactions), "a page is overwritten before its copy"
         for slot, prompt, pages in plan.compactions:
             salt, former = self.tables[slot]
             for position, token in enumerate(prompt):

@@ -147,6 +147,7 @@ class DecodePlanner:
             num_missing -= 1
             ledger = self._ledger
             has_page = ledger.num_pages_short(1, [request]) <= ledger.num_available
+            has_page &= not ledger.must_wait_to_compact(request, plan)
             num_new = min(1, request.max_total_tokens - request.num_tokens)
             if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, num_new, plan):
                 plan.requests.append(request)

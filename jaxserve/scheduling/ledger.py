@@ -221,6 +221,13 @@ class Ledger:
         is_computed = request.num_computed_tokens >= request.num_prompt_tokens
         return self.num_pages_to_copy(request) if is_computed else 0
 
+    def must_wait_to_compact(self, request: Request, plan: StepPlan) -> bool:
+        """Return whether a running request must wait for the next plan, because this one already copies pages.
+
+        A step compacts prompts first: the compacted one could overwrite a page before it is copied.
+        """
+        return bool(plan.copies) and self.num_pages_to_compact(request) > 0
+
     def num_pages_left_by(self, request: Request) -> int:
         """Return the number of pages that become available when a running request's prompt has been copied."""
         prompt_pages = request.pages[: self.groups.num_blocks(request.num_prompt_tokens)]

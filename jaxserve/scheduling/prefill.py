@@ -101,6 +101,8 @@ class PrefillPlanner:
             budget_left = self._prompts.budget_left(plan)
             if request.status not in RUNS or not budget_left:  # preempted for an older one
                 continue
+            if ledger.must_wait_to_compact(request, plan):
+                continue
             num_left = ledger.num_computable(request, request.num_computed_tokens)
             wanted = self._policy.first_chunk(num_left, budget_left)
             ledger.store.release_unseen(request)
