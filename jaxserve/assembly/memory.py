@@ -16,10 +16,12 @@ from jaxserve.assembly.parameters import adapter_layout
 from jaxserve.errors import ConfigError
 from jaxserve.execution.sampling import LogprobLayout
 from jaxserve.execution.state import new_pool, new_slots, new_states
+from jaxserve.layers.page_bounds import BoundedHeads
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import widest_output
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
+from jaxserve.pallas_kernels.ragged_paged_attention.layout import SMALL_PAGE_TOKENS
 from jaxserve.scheduling.kv_cache.groups import KVGroups
 from jaxserve.scheduling.schedule_config import (
     MAX_STEP_TOKENS,
@@ -277,7 +279,16 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
         nodes = 1 + config.speculation.max_drafts + config.speculation.num_spare_drafts
         num_logits = max(num_logits, 8 * min(seqs, SPECULATIVE_ROWS) * nodes)
     computed = 4 * (num_logits * arch.vocab_size + 2 * tokens * token_size)
-    return SCRATCH_BYTES + computed + _logprob_bytes(config, arch, seqs + tokens)
+    return SCRATCH_BYTES + computed + _choice_bytes(config, arch, seqs) + _logprob_bytes(config, arch, seqs + tokens)
+
+
+def _choice_bytes(config: EngineConfig, arch: ArchConfig, num_rows: int) -> int:
+    """Return the float32 bytes of the bounds by which `num_rows` rows choose pages in a layer; 0 without bounds."""
+    pool = arch.kv_layout.pool
+    if not isinstance(pool, BoundedHeads):
+        return 0
+    num_pages = -(-(config.max_model_len or arch.max_position) // (config.page_size or SMALL_PAGE_TOKENS))
+    return 4 * num_rows * num_pages * pool.token_size
 
 
 def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:

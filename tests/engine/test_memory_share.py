@@ -75,3 +75,10 @@ def test_a_backend_already_running_is_warned_of_with_figures(
 
 def test_all_of_a_tpu_is_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool_bytes(monkeypatch, 0.9, 1.0, platform="tpu") == pytest.approx(0.9 * TOTAL)
+
+
+def test_bounds_by_which_rows_choose_pages_are_kept_free() -> None:
+    config = EngineConfig(max_num_seqs=8, max_model_len=64, page_size=8)
+    arch = registry.from_hf_config(hf_dict("llama"))
+    dense, sparse = (memory.activation_bytes(config, arch.with_page_budget(budget, 64)) for budget in (None, 32))
+    assert sparse - dense == 4 * 8 * (64 // 8) * arch.kv_layout.pool.token_size
