@@ -210,6 +210,12 @@ def search(
     """
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params must be BeamSearchParams(...), got {brief(params)}")
+    for name in ("kv_eviction", "sparse_attention"):
+        if getattr(engine.config, name) is not None:
+            raise RequestError(
+                f"beam_search cannot be combined with {name}: each step computes a beam's tokens as a prompt, which "
+                f"sees all keys and values; drop {name}, or call generate"
+            )
     _CONCURRENCY_LIMIT.read("concurrency_limit", concurrency_limit, RequestError)
     params = dataclasses.replace(params)  # rechecked, because the caller may have changed them
     eos_ids = frozenset[int]() if params.ignore_eos else engine.reader.eos_ids

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.sparsity_config import EvictionConfig
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.assembly.driven import DrivenEngine
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.offline import beam_search
 from jaxserve.offline.llm import LLM
 from jaxserve.scheduling.kv_cache.sparsity import Compaction, Sparsity, Window
 from tests import oracles
@@ -180,3 +182,10 @@ def test_pages_between_sinks_and_window_serve_others(start: Start) -> None:
 def test_options_that_contradict_it(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineConfig(kv_eviction=STREAMING, **options)
+
+
+def test_beams_are_refused() -> None:
+    """Their steps would compute output tokens as prompts, which see all."""
+    engine: Any = SimpleNamespace(config=EngineConfig(kv_eviction=STREAMING))
+    with pytest.raises(RequestError, match="beam_search cannot be combined with kv_eviction"):
+        beam_search.search(engine, None, [], beam_search.BeamSearchParams(2, 4))
