@@ -84,7 +84,8 @@ class EngineConfig:
         activation_quantization: "int8" rounds the inputs of matmuls with integer or fp4 weights to 8 bits, with a scale
             per token and weight group, or per token if a matrix row has one scale. It needs a CPU and its native
             kernels, whose integer arithmetic makes prefill faster. A checkpoint that specifies its activations keeps
-            its own scheme; so do the other matrices, which stay as they are. None rounds nothing else.
+            its own scheme; so do the other matrices, which stay as they are, and a draft model. None rounds nothing
+            else.
         kv_cache_dtype: dtype of keys and values in the pool; "auto" is the activations'. "int8" and "fp8" (e4m3) add a
             bfloat16 scale per token and head; "int4" takes 36 bytes per 64 elements.
         tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide

@@ -90,6 +90,7 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
         config,
         model=str(directory),
         quantization=speculation.quantization,
+        activation_quantization=None,
         tensor_parallel_size=1,
         expert_parallel_size=1,
         data_parallel_size=1,

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
+from jaxserve.assembly.generation_defaults import build_arch
+from jaxserve.assembly.load_proposer import load_draft
 from jaxserve.assembly.parameters import build_params
 from jaxserve.layers.linear import linear
 from jaxserve.layers.weight_formats import weight_format
@@ -114,6 +116,15 @@ def test_it_is_refused_without_integers_or_kernels(tmp_path: Path, options: dict
     arch = registry.from_hf_config(weights.read_config(tmp_path))
     with pytest.raises(ConfigError, match=message if "xla" in message else f"({message}|needs the native CPU)"):
         build_params(config, arch)
+
+
+@needs_kernels
+def test_a_draft_model_needs_no_integers(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", **ONE_LAYER)
+    draft: dict[str, Any] = {"model": str(tmp_path), "num_speculative_tokens": 2}
+    options: dict[str, Any] = {"quantization": "int8", "activation_quantization": "int8"}
+    config = EngineConfig(str(tmp_path), skip_tokenizer_init=True, speculative_config=draft, **options)
+    assert load_draft(config, build_arch(config)).params
 
 
 def test_other_formats_are_refused() -> None:
