@@ -226,6 +226,21 @@ def test_float8_products_match_numpy(input_format, instruction_set):
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("num_groups", [1, 15])
+@pytest.mark.parametrize("input_format", ["float32", "float8_e4m3fn"])
+def test_a_token_with_float8_weights_is_the_same_whatever_its_neighbours(input_format, num_groups, instruction_set):
+    ranges, num_tokens = ((0, 1), (3, 5), (40, 53), (262, 267)), 300
+    weight, scales = matrix((90, 1500)).astype(ml_dtypes.float8_e4m3fn), np.abs(matrix((90, num_groups), 7))
+    packed, x = packed_linear.pack(weight, scales, gated=True), matrix((num_tokens, 1500), 1)
+    with native.using(instruction_set):
+        together, *apart = multiply(
+            [(packed, x[start:end], {}) for start, end in ((0, num_tokens), *ranges)], input_format
+        )
+    for (start, end), y in zip(ranges, apart, strict=True):
+        np.testing.assert_array_equal(y, together[start:end])
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_int8_weights_may_have_zero_points(instruction_set):
     calls, expected = [], []
     for (shape, num_groups), num_tokens in itertools.product(SHAPES, (1, 3, 20)):
