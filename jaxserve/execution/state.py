@@ -88,7 +88,7 @@ class Sequences:
         return self.admitted.at[0, slot].get(**CLIPPED)
 
     def num_prompt(self, slot: Int[Array, " R"]) -> Int[Array, " R"]:
-        """Return the number of prompt tokens of some sequences."""
+        """Return some sequences' prompt lengths."""
         return self.admitted.at[3, slot].get(**CLIPPED)
 
     def adapter(self, slot: Int[Array, " T"], history: Int[Array, " T"]) -> Int[Array, " T"]:
@@ -110,7 +110,7 @@ class ServeState:
     draft: Any = None  # state of the proposer; None without one
     pooled: Float[Array, "S D"] | None = None  # sums over earlier prompt chunks: see `pooling_program.pool`
     expert_tokens: Int[Array, "L E"] | None = None  # tokens per expert in the last step; None if not counted
-    adapters: Any = None  # stacked factors of LoRA adapters: see `AdapterLayout`; None without adapters
+    adapters: Any = None  # stacked LoRA factors: see `AdapterLayout`; None without adapters
 
 
 def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Any:

@@ -284,12 +284,12 @@ class LLM(PoolingCalls):
     def update_lora(self, name: str, tensors: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         """Load a LoRA adapter without files, or replace the one with this name, for example after a training step.
 
-        Unfinished requests go on with the old one; nothing is compiled.
+        Unfinished requests continue with the old one; nothing is compiled.
 
         Args:
             name: name for `LoRARequest`.
             tensors: numpy, jax or torch arrays by the names in adapter_model.safetensors.
-            config: content of adapter_config.json, of which the scale needs `lora_alpha` and `r`.
+            config: content of adapter_config.json, with at least `lora_alpha` and `r`.
 
         Raises:
             RequestError: it does not fit the model; nothing has changed.
@@ -297,7 +297,7 @@ class LLM(PoolingCalls):
         self.engine.adapters.put(name, config, tensors)
 
     def unload_lora(self, name: str) -> None:
-        """Forget a LoRA adapter, whose name is free again; unfinished requests go on with it.
+        """Forget a LoRA adapter, whose name is free again; unfinished requests continue with it.
 
         Raises:
             RequestError: no adapter has this name.
