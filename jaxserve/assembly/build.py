@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.sparsity_config import COMPACTING
-from jaxserve.assembly.load_proposer import build_proposer, load_draft
+from jaxserve.assembly.draft import Draft
 from jaxserve.assembly.memory import (
     build_schedule,
     choose_page_size,
@@ -103,7 +103,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     """
     warn_without_native_kernels()
     params, meshes = build_params(config, arch), build_meshes(config)
-    draft = load_draft(config, arch)
+    draft = _load_draft(config, arch)
     replicas, draft_replicas = copies(params, meshes), draft.replicas(meshes)
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
     kv_dtype = pool_dtype(config, dtype)
@@ -131,7 +131,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
                 config.linear_backend,
                 max_steps=1 if schedule.pools else config.max_steps,
                 mesh=mesh,
-                proposer=build_proposer(config, arch, schedule, kv_dtype, draft),
+                proposer=draft.proposer(config, arch, schedule, kv_dtype),
                 draft_shapes=array_shapes(draft_params),
                 adapters=adapter_layout(config, arch),
             ),
@@ -145,6 +145,15 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     for own, before in zip(programs, [None, *programs], strict=False):
         own.warm_up(config.compile_ahead, before)
     return runners
+
+
+def _load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
+    """Return the draft that `speculative_config` requests for the model `arch`."""
+    if config.speculation is None:
+        return Draft()
+    from jaxserve.assembly.load_proposer import load_draft  # noqa: PLC0415 - proposers' modules, for few engines
+
+    return load_draft(config, arch)
 
 
 def may_constrain(config: EngineConfig) -> bool:

@@ -1,33 +1,27 @@
-"""Loads draft models, draft layers and heads, and builds their proposers.
-
-Each proposer's module is imported when it is needed.
-"""
+"""Loads draft models, draft layers and heads, and builds their proposers."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxserve import weights
 from jaxserve.api.config import DEFAULT_DRAFTS, EngineConfig, embedded_model
 from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.draft import Draft
 from jaxserve.assembly.generation_defaults import build_arch, resolve_quantization
-from jaxserve.assembly.memory import page_bytes, pool_dtype, select_backend
+from jaxserve.assembly.memory import pool_dtype, select_backend
 from jaxserve.assembly.parameters import (
     build_layer_params,
     build_params,
     compute_dtype,
-    copies,
     not_packed,
-    on_every_device,
 )
 from jaxserve.errors import ConfigError
 from jaxserve.execution.proposer import Proposer
@@ -37,50 +31,70 @@ from jaxserve.models import draft_head, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.scheduling.schedule_config import FREE_TOKENS, SPECULATIVE_ROWS, ScheduleConfig
+from jaxserve.spec_decode.draft_layer import DraftLayer, LayerHead
+from jaxserve.spec_decode.draft_model import DraftModel
+from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
+from jaxserve.spec_decode.medusa import Medusa
+from jaxserve.spec_decode.ngram import NGram
+from jaxserve.text.common_tokens import NONE, common_tokens
 from jaxserve.text.loading import load_tokenizer
-
-if TYPE_CHECKING:
-    from jaxserve.spec_decode.draft_layer import LayerHead
 
 logger = logging.getLogger(__name__)
 
 MIN_COMMON_FRACTION = 0.01  # minimum fraction of a draft model's tokens that the model also has
 
 
-@dataclasses.dataclass(frozen=True)
-class Draft:
-    """Weights and sizes of a proposer.
+class LoadedDraft(Draft):
+    """Draft that was loaded for a `speculative_config`."""
 
-    Attributes:
-        params: weights on one device, or split over the first replica's devices; empty for n-gram lookup.
-        arch: sizes of a draft model or layer; None for n-gram lookup and Medusa heads.
-        backend: attention backend.
-        head: type and sizes of a draft layer; None without one.
-        is_split: True if its weights are split over devices like the model's.
-    """
+    def proposer(
+        self, config: EngineConfig, arch: ArchConfig, schedule: ScheduleConfig, kv_dtype: jnp.dtype
+    ) -> Proposer:
+        """Return the proposer that `config` requests."""
+        speculation = config.speculation
+        assert speculation is not None, "a draft was loaded for it"
+        num_tokens = speculation.max_drafts
+        if speculation.method == "ngram":
+            longest, shortest = speculation.prompt_lookup_max, speculation.prompt_lookup_min
+            assert longest is not None is not shortest, "the configuration has resolved both"
+            return NGram(num_tokens, longest, shortest)
+        if speculation.method == "medusa":
+            local, dtype = arch.local(config.tensor_parallel_size), compute_dtype(config, arch).name
+            return Medusa(num_tokens, local, arch.vocab_size, schedule.max_num_seqs, dtype, speculation.tree)
+        assert self.arch is not None, "there is a draft model or a layer"
+        sizes = schedule.program_config  # the proposer is part of the key of stored programs
+        if self.head is not None:
+            return DraftLayer(
+                num_tokens,
+                self.head,
+                arch.local(config.tensor_parallel_size),
+                arch.vocab_size,
+                sizes,
+                compute_dtype(config, arch).name,
+                kv_dtype.name,
+                self.backend,
+                kv_group=_widest_group(arch),
+            )
+        return DraftModel(
+            num_tokens,
+            self.arch,
+            arch.vocab_size,
+            sizes,
+            kv_dtype.name,
+            self.backend,
+            kv_group=_widest_group(arch),
+            chunk=max(FREE_TOKENS if schedule.few_programs else 64, SPECULATIVE_ROWS),
+            tree=speculation.tree,
+            is_mapped="outputs" in self.params,
+        )
 
-    params: Params
-    arch: ArchConfig | None = None
-    backend: str = ""
-    head: LayerHead | None = None
-    is_split: bool = False
 
-    def replicas(self, meshes: Sequence[Mesh | None]) -> list[Params]:
-        """Return the weights on each replica's devices."""
-        if self.is_split:
-            return copies(self.params, meshes)
-        return [on_every_device(self.params, mesh) for mesh in meshes]
-
-    def page_bytes(self, kv_dtype: jnp.dtype, page_size: int) -> int:
-        """Return the bytes per page of `page_size` tokens in the proposer's own pool; 0 if it has none."""
-        return 0 if self.arch is None else page_bytes(self.arch, page_size, kv_dtype, self.backend)
-
-
-def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
+def load_draft(config: EngineConfig, arch: ArchConfig) -> LoadedDraft:
     """Load the proposer's weights for the model `arch`; ConfigError if they do not fit the model."""
     speculation = config.speculation
-    if speculation is None or speculation.method == "ngram":
-        return Draft({})
+    assert speculation is not None, "other engines have no draft"
+    if speculation.method == "ngram":
+        return LoadedDraft()
     if speculation.method == "mtp" and arch.attention.mla is not None:
         return _load_following_layer(config, arch, Path(speculation.model or config.model_path))
     directory = _draft_directory(config, speculation)
@@ -118,7 +132,7 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
             f"sliding window of {max(filter(None, draft_arch.windows))} tokens in all layers of {config.model}; take a "
             "draft model with keys and values of heads"
         )
-    return Draft(build_params(own, draft_arch) | common, draft_arch, _draft_backend(config, arch, draft_arch))
+    return LoadedDraft(build_params(own, draft_arch) | common, draft_arch, _draft_backend(config, arch, draft_arch))
 
 
 def _draft_backend(config: EngineConfig, arch: ArchConfig, draft_arch: ArchConfig) -> str:
@@ -146,17 +160,15 @@ def _within_pages(draft: ArchConfig, arch: ArchConfig) -> ArchConfig:
     return dataclasses.replace(draft.with_attention(window=windows), one_kv_group=True)
 
 
-def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: ArchConfig, directory: Path) -> Draft:
+def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: ArchConfig, directory: Path) -> LoadedDraft:
     """Load Medusa heads, or an EAGLE-3 or MTP layer, from `directory`; ConfigError if they do not fit the model."""
-    from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa  # noqa: PLC0415 - see above
-
     dtype = compute_dtype(config, arch)
     if speculation.method != "medusa":
         method: Literal["eagle3", "mtp"] = "eagle3" if speculation.method == "eagle3" else "mtp"
         native = not_packed(config, weight_format(None), dtype) is None
         params, head = load_draft_layer(directory, method, arch, dtype, partial(matrix_transform, native=native))
         head = dataclasses.replace(head, arch=_within_pages(head.arch, arch))
-        return Draft(params, head.arch, _draft_backend(config, arch, head.arch), head)
+        return LoadedDraft(params, head.arch, _draft_backend(config, arch, head.arch), head)
     params = load_medusa(directory, arch, dtype)
     num_heads = len(params["blocks"])
     if speculation.max_drafts > num_heads:
@@ -164,17 +176,15 @@ def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: Arch
             f"num_speculative_tokens must be at most the number of heads in {directory}, got "
             f"{speculation.max_drafts} and {num_heads}"
         )
-    return Draft(params)
+    return LoadedDraft(params)
 
 
-def _load_following_layer(config: EngineConfig, arch: ArchConfig, directory: Path) -> Draft:
+def _load_following_layer(config: EngineConfig, arch: ArchConfig, directory: Path) -> LoadedDraft:
     """Load the MTP layer that follows the model's layers in the checkpoint `directory`.
 
     Raises:
         ConfigError: the layer is missing or does not fit the model.
     """
-    from jaxserve.spec_decode.draft_layer import LayerHead  # noqa: PLC0415 - see above
-
     with registry.config_errors():
         found = weights.draft_layers(directory)
         schemes = weights.read_schemes(weights.read_config(directory))
@@ -187,7 +197,7 @@ def _load_following_layer(config: EngineConfig, arch: ArchConfig, directory: Pat
     layer = dataclasses.replace(_within_pages(draft_head.following_arch(arch), arch), schemes=schemes)
     params = build_layer_params(config, layer, draft_head.following_specs(layer, found[0]), directory, found[0])
     local = layer.local(config.tensor_parallel_size)
-    return Draft(params, local, _draft_backend(config, arch, local), LayerHead("mtp", local), is_split=True)
+    return LoadedDraft(params, local, _draft_backend(config, arch, local), LayerHead("mtp", local), is_split=True)
 
 
 def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -> Params:
@@ -197,8 +207,6 @@ def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -
     """
     if config.skip_tokenizer_init:
         return {}
-    from jaxserve.text.common_tokens import NONE, common_tokens  # noqa: PLC0415 - see above
-
     paths = config.tokenizer_path, draft.model_path
     model, other = map(load_tokenizer, paths)
     if model.vocabulary() == other.vocabulary():
@@ -221,62 +229,3 @@ def _widest_group(arch: ArchConfig) -> int:
     """Return the index of the KV group with the widest window; full attention is wider than any."""
     windows = [math.inf if window is None else window for window in arch.kv_layout.windows]
     return windows.index(max(windows))
-
-
-def build_proposer(
-    config: EngineConfig, arch: ArchConfig, schedule: ScheduleConfig, kv_dtype: jnp.dtype, draft: Draft
-) -> Proposer | None:
-    """Return the proposer for speculative decoding; None without it.
-
-    Args:
-        config: engine options.
-        arch: sizes of the whole model.
-        schedule: sizes of steps and page pool.
-        kv_dtype: pool dtype.
-        draft: weights and sizes from `load_draft`.
-    """
-    speculation = config.speculation
-    if speculation is None:
-        return None
-    num_tokens = speculation.max_drafts
-    if speculation.method == "ngram":
-        from jaxserve.spec_decode.ngram import NGram  # noqa: PLC0415 - see above
-
-        longest, shortest = speculation.prompt_lookup_max, speculation.prompt_lookup_min
-        assert longest is not None is not shortest, "the configuration has resolved both"
-        return NGram(num_tokens, longest, shortest)
-    if speculation.method == "medusa":
-        from jaxserve.spec_decode.medusa import Medusa  # noqa: PLC0415 - see above
-
-        local, dtype = arch.local(config.tensor_parallel_size), compute_dtype(config, arch).name
-        return Medusa(num_tokens, local, arch.vocab_size, schedule.max_num_seqs, dtype, speculation.tree)
-    assert draft.arch is not None, "there is a draft model or a layer"
-    sizes = schedule.program_config  # the proposer is part of the key of stored programs
-    if draft.head is not None:
-        from jaxserve.spec_decode.draft_layer import DraftLayer  # noqa: PLC0415 - see above
-
-        return DraftLayer(
-            num_tokens,
-            draft.head,
-            arch.local(config.tensor_parallel_size),
-            arch.vocab_size,
-            sizes,
-            compute_dtype(config, arch).name,
-            kv_dtype.name,
-            draft.backend,
-            kv_group=_widest_group(arch),
-        )
-    from jaxserve.spec_decode.draft_model import DraftModel  # noqa: PLC0415 - see above
-
-    return DraftModel(
-        num_tokens,
-        draft.arch,
-        arch.vocab_size,
-        sizes,
-        kv_dtype.name,
-        draft.backend,
-        kv_group=_widest_group(arch),
-        chunk=max(FREE_TOKENS if schedule.few_programs else 64, SPECULATIVE_ROWS),
-        tree=speculation.tree,
-        is_mapped="outputs" in draft.params,
-    )
