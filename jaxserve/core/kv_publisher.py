@@ -63,6 +63,7 @@ class KVPublisher:
         except ImportError as error:
             raise ConfigError(f"kv_events_config needs pyzmq and msgpack: {install_extra('events')}") from error
         self._pack, self._page_size, self._windows, self._rank = msgpack.packb, page_size, windows, rank
+        self._error: type[Exception] = zmq.ZMQError
         self._queue: Queue[_Batch | None] = Queue(config.max_queue_size)
         self._sent: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
         self._topic, self._numbers = config.topic.encode(), count()
@@ -117,7 +118,7 @@ class KVPublisher:
                     self._out.send_multipart((self._topic, batch.number.to_bytes(8, "big"), payload))
                 while self._replay.poll(0):
                     self._answer(self._replay.recv_multipart())
-        except Exception:
+        except self._error:
             logger.exception("KV events are not published any more")
         finally:
             self._close_sockets()
@@ -128,10 +129,13 @@ class KVPublisher:
             logger.warning("a request for a replay must have a number in 8 bytes, got %d frames", len(frames))
             return
         client, _, first = frames
-        for number, payload in self._sent:
-            if number >= int.from_bytes(first, "big"):
-                self._replay.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
-        self._replay.send_multipart((client, b"", b"", _END, b""))
+        try:
+            for number, payload in self._sent:
+                if number >= int.from_bytes(first, "big"):
+                    self._replay.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
+            self._replay.send_multipart((client, b"", b"", _END, b""))
+        except self._error as error:  # only this client lacks it
+            logger.warning("a replay of KV events has failed: %s", error)
 
     def _encode(self, batch: _Batch) -> bytes:
         """Return a batch in vLLM's format."""

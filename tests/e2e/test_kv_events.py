@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -217,6 +218,23 @@ def test_a_long_replay_is_complete(subscriber: Subscriber) -> None:
             while request.poll(2000):
                 numbers.append(request.recv_multipart()[2])
         assert numbers == [*(number.to_bytes(8, "big") for number in range(5000)), _END]
+    finally:
+        publisher.close()
+
+
+def test_a_failing_replay_ends_nothing_else(subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise zmq.ZMQError(zmq.EHOSTUNREACH)
+
+    publisher: Any = KVPublisher(KVEventsConfig(**subscriber.config), PAGE_SIZE, [None])
+    try:
+        subscriber.connect()
+        with monkeypatch.context() as broken:
+            broken.setattr(publisher, "_replay", SimpleNamespace(send_multipart=fail, poll=lambda _: False))
+            publisher._answer([b"client", b"", bytes(8)])
+        publisher.publish([AllCleared()])
+        subscriber.read()
+        assert subscriber.numbers == [0]
     finally:
         publisher.close()
 
