@@ -10,15 +10,16 @@ import hashlib
 import itertools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from json.encoder import encode_basestring_ascii
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxserve import __version__
 from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.api.stream_events import Increment, OutputReader
 from jaxserve.openai.errors import error_body
+from jaxserve.openai.logprob_objects import LogprobObjects
 from jaxserve.openai.message_deltas import Content, DeltaReader, MessageDelta, delta_json, whole_message
 from jaxserve.openai.reasoning_tokens import ReasoningTokens
 from jaxserve.text.token_texts import hidden_ids, new_stream, text_offsets
@@ -84,6 +85,7 @@ class Reply(AnyReply):
 
     Attributes:
         request, response_id, created_s: the arguments.
+        logprobs: writes log probabilities.
     """
 
     def __init__(
@@ -106,8 +108,7 @@ class Reply(AnyReply):
         }
         self._readers: dict[int, DeltaReader] = {}  # keys are choices
         self._reasoning_counters: dict[int, ReasoningTokens] = {}  # keys are choices
-        self._num_chars: dict[int, int] = {}  # text length by choice, for offsets of log probabilities
-        self._listed: Callable[[Iterator[Any]], Any] = list  # makes log probability lists
+        self.logprobs = LogprobObjects(request, tokenizer)
         self._num_sent: dict[int, int] = {}  # sent tokens by choice
         self._begun: set[int] = set()  # choices with a first part sent
         # JSON parts of chunks, which are joined rather than encoded each time
@@ -125,7 +126,7 @@ class Reply(AnyReply):
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the whole reply as OpenAI's JSON object, with iterators for choices and log probabilities."""
-        self._listed = iter
+        self.logprobs.listed = iter
         choices = self._choices(outputs)
         return self._whole(list(choices) if self.request.is_chat else choices, outputs)
 
@@ -146,7 +147,7 @@ class Reply(AnyReply):
                     choice["message"] = message
                     choice["finish_reason"] = self.reader(choice["index"]).finish_reason(increment)
                 else:
-                    choice["prompt_logprobs"] = self._prompt_logprobs(output)
+                    choice["prompt_logprobs"] = self.logprobs.prompt(output)
                 yield choice
 
     def _extensions(self, outputs: Sequence[RequestOutput]) -> Json:
@@ -154,7 +155,7 @@ class Reply(AnyReply):
         fields: Json = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params"))
         fields["metrics"] = _metrics(self.request, outputs)
         if self.request.is_chat:
-            fields["prompt_logprobs"] = self._prompt_logprobs(outputs[0])
+            fields["prompt_logprobs"] = self.logprobs.prompt(outputs[0])
             fields |= _prompt_fields(self.request, outputs[0])
         return fields
 
@@ -278,7 +279,7 @@ class Reply(AnyReply):
         """Return the `choices` element for an increment of prompt `number`; a chat's still lacks its message."""
         request, index, completion = self.request, self._index(number, increment), increment.completion
         if request.is_chat:
-            choice: Json = {"index": index, "logprobs": self.chat_logprobs(increment)}
+            choice: Json = {"index": index, "logprobs": self.logprobs.chat(increment)}
         else:
             choice = {"index": index, **self._text_fields(index, output, increment)}
         reason = increment.finish_reason
@@ -302,14 +303,15 @@ class Reply(AnyReply):
         offsets: list[int] = []
         if request.echo and index not in self._begun:
             prompt = self._prompt_text(output)
-            text, self._num_chars[index] = prompt + text, len(prompt)
+            text = prompt + text
+            self.logprobs.begin(index, len(prompt))
             if tables is not None and output.prompt_tables is not None:
                 prompt_ids, keeps_first = output.prompt_token_ids, request.params.truncation_side == "right"
                 offsets = [0] * len(prompt_ids)
                 if tokenizer is not None:
                     offsets = text_offsets(tokenizer, prompt, prompt_ids, keeps_first=keeps_first)
                 token_ids, tables = prompt_ids + token_ids, itertools.chain(output.prompt_tables, tables)
-        return {"text": text, "logprobs": self._logprobs(index, token_ids, tables, offsets)}
+        return {"text": text, "logprobs": self.logprobs.completion(index, token_ids, tables, offsets)}
 
     def _prompt_text(self, output: RequestOutput) -> str:
         """Return an output's prompt as text; empty if it was given as token ids and there is no tokenizer."""
@@ -317,111 +319,8 @@ class Reply(AnyReply):
             return output.prompt or ""
         return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
-    def _logprobs(
-        self,
-        index: int,
-        token_ids: Sequence[int],
-        tables: Iterable[dict[int, Logprob] | None] | None,
-        prompt_offsets: Sequence[int],
-    ) -> Json | None:
-        """Return OpenAI's `logprobs` object for new tokens of a completion; None unless requested.
-
-        Offsets are indices in the reply's text, in which special tokens may be hidden. A stop string's tokens have
-        offsets as if it was kept: it may be cut off only after parts were sent.
-
-        Args:
-            index: index of the choice.
-            token_ids: the tokens, an echoed prompt's first.
-            tables: log probabilities by token id, one table per token; None for a prompt's first token.
-            prompt_offsets: text offsets of an echoed prompt's tokens.
-        """
-        if tables is None:
-            return None
-        hidden = frozenset[int]() if self._tokenizer is None else hidden_ids(self._tokenizer, self.request.params)
-        tokens: list[str] = []
-        token_logprobs: list[float | None] = []
-        top_logprobs: list[dict[str, float] | None] = []
-        num_chars, offsets = self._num_chars.get(index, 0), list(prompt_offsets)
-        for token_id, table in zip(token_ids, tables, strict=True):  # tables are large, and are read one at a time
-            entry = None if table is None else table[token_id]
-            tokens.append(self._text(token_id, entry))
-            token_logprobs.append(None if entry is None else entry.logprob)
-            top_logprobs.append(None if table is None else self._by_text(table))
-            if len(tokens) > len(prompt_offsets):
-                offsets.append(num_chars)
-                if self._tokenizer is not None and token_id not in hidden:
-                    num_chars += len(_token_text(token_id, entry, self._tokenizer))
-        self._num_chars[index] = num_chars
-        return {
-            "tokens": tokens,
-            "token_logprobs": token_logprobs,
-            "top_logprobs": top_logprobs,
-            "text_offset": offsets,
-        }
-
-    def _by_text(self, table: Mapping[int, Logprob]) -> dict[str, float]:
-        """Return one position's log probabilities by token text, in the order of `table`.
-
-        If tokens have equal text, such as parts of a character, the first counts.
-        """
-        found: dict[str, float] = {}
-        for token_id, entry in table.items():
-            found.setdefault(self._text(token_id, entry), entry.logprob)
-        return found
-
-    def _prompt_logprobs(self, output: RequestOutput) -> Any:
-        """Return vLLM's field `prompt_logprobs`: a list with one object per prompt token, None for the first one.
-
-        An object has log probability, rank and text by token id.
-        """
-        tables, tokenizer = output.prompt_tables, self._tokenizer
-        if tables is None or not self.request.shows_prompt_logprobs:  # an echo has them among the others
-            return None
-
-        def described(token_id: int, entry: Logprob) -> Json:
-            text = _token_text(token_id, entry, tokenizer)
-            return {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": text}
-
-        return self._listed(
-            None if table is None else {str(i): described(i, entry) for i, entry in table.items()} for table in tables
-        )
-
-    def chat_logprobs(self, increment: Increment) -> Json | None:
-        """Return OpenAI's `logprobs` object for the new tokens of a chat; None unless requested."""
-        if increment.logprobs is None:
-            return None
-        num_top = self.request.top_logprobs or 0
-        top = slice(num_top if num_top >= 0 else None)
-
-        def described(token_id: int, table: Mapping[int, Logprob]) -> Json:
-            ranked = sorted(table.items(), key=lambda item: item[1].rank)[top]
-            alternatives = [self._chat_token(i, entry) for i, entry in ranked]
-            return self._chat_token(token_id, table[token_id]) | {"top_logprobs": alternatives}
-
-        tokens = zip(increment.token_ids, increment.logprobs, strict=True)
-        return {"content": self._listed(described(*token) for token in tokens), "refusal": None}
-
-    def _chat_token(self, token_id: int, entry: Logprob) -> Json:
-        """Return one token's text, log probability and UTF-8 bytes, as in a chat's `logprobs` object."""
-        text, tokenizer = _token_text(token_id, entry, self._tokenizer), self._tokenizer
-        data = tokenizer.byte_table[token_id] if tokenizer is not None and tokenizer.byte_table else text.encode()
-        return {"token": self._text(token_id, entry), "logprob": entry.logprob, "bytes": list(data)}
-
-    def _text(self, token_id: int, entry: Logprob | None) -> str:
-        """Return a token's name in log probabilities: its text, or "token_id:7" if the request wants ids."""
-        if self.request.tokens_as_ids:
-            return f"token_id:{token_id}"
-        return _token_text(token_id, entry, self._tokenizer)
-
 
 _OPEN: Json = {"logprobs": None, "finish_reason": None, "token_ids": None}
-
-
-def _token_text(token_id: int, entry: Logprob | None, tokenizer: Tokenizer | None) -> str:
-    """Return a token's text: decoded in its context if `entry` has that, in isolation otherwise."""
-    if entry is not None and entry.decoded_token is not None:
-        return entry.decoded_token
-    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
 
 
 def _prompt_fields(request: ParsedRequest, output: RequestOutput) -> Json:

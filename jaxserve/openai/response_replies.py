@@ -82,7 +82,7 @@ class ResponseReply(AnyReply):
         """Add an increment to the response; yield the events for it."""
         reader = self._chat.reader(0)
         deltas = self._chat.read(0, increment)
-        self._items.logprobs += (self._chat.chat_logprobs(increment) or {}).get("content", [])
+        self._items.logprobs += (self._chat.logprobs.chat(increment) or {}).get("content", [])
         for delta in deltas:
             yield from self._items.add(delta)
         if increment.finish_reason is not None:
