@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 
-from jaxserve.api.option_values import read_object
+from jaxserve.api.option_values import read_options
 from jaxserve.api.schema import SWITCH, TEXT, FieldType, Schema, integer, one_of
 from jaxserve.errors import ConfigError
 
@@ -58,14 +57,7 @@ class KVEventsConfig:
         Raises:
             ConfigError: a key is not supported, or a value is invalid.
         """
-        if value is None or isinstance(value, KVEventsConfig):
-            return value
-        if isinstance(value, str) and value.strip() == "null":
-            return None
-        given, names = read_object("kv_events_config", value), {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(given.keys() - names):
-            raise ConfigError(f"kv_events_config takes {sorted(names)}, got also {unknown}; leave them out")
-        return cls(**given)
+        return read_options("kv_events_config", cls, value)
 
 
 _SCHEMA = Schema(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
 
 from jaxserve.api.schema import number
-from jaxserve.errors import ConfigError, brief
+from jaxserve.errors import ConfigError, brief, did_you_mean
 
 _POSITIVE = number(0, excludes_low=True)
+_NO_NEUTRAL: Mapping[str, Collection[object]] = MappingProxyType({})
+
+Options = TypeVar("Options")  # a dataclass
 
 
 def read_object(name: str, value: object) -> dict[str, Any]:
@@ -30,6 +35,37 @@ def read_object(name: str, value: object) -> dict[str, Any]:
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
         raise ConfigError(f"{name} must be a dict with names as keys, got {value!r}")
     return dict(given)
+
+
+def read_options(
+    name: str, kind: type[Options], value: object, neutral: Mapping[str, Collection[object]] = _NO_NEUTRAL
+) -> Options | None:
+    """Return the value of the option `name` as a dataclass: from its fields as a dict or JSON, or the one given.
+
+    Args:
+        name: name of the option.
+        kind: the dataclass.
+        value: the option's value; None and "null" stand for None.
+        neutral: values by key that mean the same as no key, of keys that are no fields.
+
+    Raises:
+        ConfigError: a key is not supported or is missing, or a value is invalid.
+    """
+    if value is None or isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.strip() == "null":
+        return None
+    fields = dataclasses.fields(cast(Any, kind))
+    given, names = read_object(name, value), [field.name for field in fields]
+    unknown = {key: each for key, each in given.items() if key not in names and each not in neutral.get(key, ())}
+    if unknown:
+        raise ConfigError(
+            f"unsupported {name} {unknown}{did_you_mean(unknown, names)}; supported keys are {sorted(names)}"
+        )
+    required = [field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING]
+    if missing := [key for key in required if key not in given]:
+        raise ConfigError(f"{name} must have a {' and a '.join(required)}, got no {' and no '.join(missing)}")
+    return kind(**{key: given[key] for key in names if key in given})
 
 
 def read_tenant_weights(value: Any) -> tuple[tuple[str, float], ...]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from jaxserve.api.option_values import read_object
-from jaxserve.api.schema import Schema, integer, one_of, unknown_names_message
+from jaxserve.api.option_values import read_options
+from jaxserve.api.schema import Schema, integer, one_of
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,16 +93,7 @@ def read_budget(kind: type[Budget], value: object) -> Budget | None:
     Raises:
         ConfigError: a key is not supported or missing, or a value is invalid.
     """
-    if value is None or isinstance(value, kind):
-        return value
-    if isinstance(value, str) and value.strip() == "null":
-        return None
-    given, names = read_object(kind.option, value), [field.name for field in dataclasses.fields(kind)]
-    if unknown := given.keys() - set(names):
-        raise ConfigError(unknown_names_message(f"keys of {kind.option}", unknown, names))
-    if missing := [name for name in ("method", "budget") if name not in given]:
-        raise ConfigError(f"{kind.option} must have a method and a budget, got no {' and no '.join(missing)}")
-    return kind(**given)
+    return read_options(kind.option, kind, value)
 
 
 def check_sparsity(config: EngineConfig) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxserve.api.option_values import read_object
+from jaxserve.api.option_values import read_options
 from jaxserve.api.schema import PATH, SWITCH, Schema, integer, one_of
 from jaxserve.api.token_tree import MAX_NODES, TokenTree
 from jaxserve.errors import ConfigError
@@ -123,20 +122,7 @@ class SpeculationConfig:
         Raises:
             ConfigError: a key is not supported, or a value is invalid.
         """
-        if value is None or isinstance(value, SpeculationConfig):
-            return value
-        if isinstance(value, str) and value.strip() == "null":
-            return None
-        names = [field.name for field in dataclasses.fields(cls)]
-        kept = {}
-        for name, each in read_object("speculative_config", value).items():
-            if name in names:
-                kept[name] = each
-            elif each not in _NEUTRAL.get(name, ()):
-                raise ConfigError(
-                    f"unsupported speculative_config {{{name!r}: {each!r}}}; supported keys are {sorted(names)}"
-                )
-        return cls(**kept)
+        return read_options("speculative_config", cls, value, _NEUTRAL)
 
 
 _OWNER = " of speculative_config"
