@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int
 
 from jaxserve.execution.batch import CompactionLayout
@@ -236,9 +237,14 @@ def _move(
     def move(index: Array, kv_pages: Pages) -> Pages:
         token = lax.dynamic_slice_in_dim(kept, index * P, P)
         source = pages.at[token // P].get(mode="clip")
-        old = to_canonical(model.backend, jax.tree.map(lambda x: x[:, source], kv_pages), kind)
+        old = to_canonical(model.backend, jax.tree.map(lambda x: _row_major(x[:, source]), kv_pages), kind)
         new = jax.tree.map(lambda x: x[:, jnp.arange(P), token % P][:, None], old)
-        new = from_canonical(model.backend, new)
+        new = jax.tree.map(_row_major, from_canonical(model.backend, new))
         return jax.tree.map(lambda x, page: x.at[:, targets[index]].set(page[:, 0]), kv_pages, new)
 
     return lax.fori_loop(0, num_pages, move, kv_pages)
+
+
+def _row_major(array: Array) -> Array:
+    """Keep XLA for TPUs from copying the pool to the layout that would suit this part of it."""
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
