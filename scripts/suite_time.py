@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 LIMIT_S = 360.0
 TOLERANCE = 1.25
-REFERENCE_S = 6.0  # on two quiet cores of an AMD EPYC with AVX-512
+REFERENCE_S = 6.0  # measured on two quiet cores of an AMD EPYC with AVX-512
 MAX_OTHERS = 0.1  # fraction of the processor time
 NUM_PROCESSES = 2
 NUM_PROGRAMS = 16

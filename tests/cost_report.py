@@ -25,7 +25,7 @@ class Costs:
     """What has been spent; of a process so far, of a phase, a test or a file."""
 
     seconds: float = 0.0
-    processor_s: float = 0.0  # of the worker and the processes that it has waited for
+    processor_s: float = 0.0  # processor time of the worker and the processes that it has waited for
     programs: int = 0
     programs_loaded: int = 0  # of the programs, those found in the disk cache
     compile_s: float = 0.0

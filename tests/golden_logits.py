@@ -22,7 +22,7 @@ from tests.checkpoints import MIXTURES, VARIED, reference_logits, write_plain_ch
 GOLDEN = Path(__file__).parent / "models/golden_logits.npz"
 FAMILIES = (*VARIED, "mistral", "qwen3", "granite", "phi3")
 NUM_TOKENS = 24  # past every window, and past the original context of stretched ropes
-TOLERANCE = 1e-5  # of the same computation on another machine
+TOLERANCE = 1e-5  # rounding of the same computation on another machine
 
 
 def token_ids(vocab_size: int) -> NDArray[np.int32]:

@@ -19,7 +19,7 @@ _SWITCH = "tie_word_embeddings"
 _GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # suffixes of architectures with logits
 _EMBEDDINGS = ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in", "embed_tokens", "wte", "embed_in")
 _BLOCK_BYTES = 4 << 20
-_EMBED, _HEAD = "embed", "lm_head"  # in parameter trees
+_EMBED, _HEAD = "embed", "lm_head"  # names in parameter trees
 HEAD_NAMES = tuple(f"{module}.weight" for module in HEADS)
 
 TensorT = TypeVar("TensorT", bound=Tensor)

@@ -141,7 +141,7 @@ class StepStats:
     wall_ms: float  # see the module's docstring; at most host_ms + device_ms
     weight_bytes: int  # read by the step
     kv_bytes: int  # read and written by the step
-    flops: int  # in matmuls and attention, padding included
+    flops: int  # matmuls' and attention's, padding included
     num_draft_rounds: int = 0  # rounds with drafts, counted per row
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted tokens that were accepted

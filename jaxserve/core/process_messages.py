@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jaxserve.models.arch import ArchConfig
     from jaxserve.scheduling.schedule_config import ScheduleConfig
 
-_RESULT_FIELDS = ("ended_s", "logprobs", "prompt_logprobs", "rounds", "pooled")  # those that a frontend reads
+_RESULT_FIELDS = ("ended_s", "logprobs", "prompt_logprobs", "rounds", "pooled")  # keys that a frontend reads
 _FRONTEND_TOTALS = {"num_output_tokens", "num_finished", "iterations_by_tokens", "num_iteration_tokens"}
 _CORE_TOTALS = tuple(field.name for field in fields(EngineStats) if field.name not in _FRONTEND_TOTALS)
 

@@ -99,7 +99,7 @@ class Leader:
         self._is_claimed = False
         self._loss_reported = threading.Event()  # set when a process is lost
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._followers: dict[str, Channel] = {}  # by name, such as "process 1 on HOST"
+        self._followers: dict[str, Channel] = {}  # keys: names, such as "process 1 on HOST"
         self._num_welcomed = threading.Semaphore(MAX_WELCOMED)
         joined: queue.SimpleQueue[tuple[str, Channel]] = queue.SimpleQueue()
         _in_background(self._accept, listener, key, joined)

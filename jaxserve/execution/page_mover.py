@@ -208,7 +208,7 @@ def fingerprint(params: Params, lowering: Lowering) -> bytes:
     pool = jax.tree.map(
         lambda leaf: (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype)), lowering.abstract_state().kv_pages
     )
-    model = replace(lowering.arch, eos_ids=frozenset())  # which only the host reads
+    model = replace(lowering.arch, eos_ids=frozenset())  # for the host only
     parts = [described((model, lowering.backend, lowering.schedule.kv_groups, pool)), str(jax.tree.structure(params))]
     parts += [f"{name} {leaf.shape} {leaf.dtype} {zlib.crc32(_bytes(leaf))}" for name, leaf in leaves]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).digest()

@@ -98,7 +98,7 @@ class Server:
 
     def __init__(self, engine: BatchEngine) -> None:
         self._engine = engine
-        self._num_sequences: dict[str, int] = {}  # by unfinished request id
+        self._num_sequences: dict[str, int] = {}  # keys: unfinished requests' ids
 
     def started(self) -> Started:
         """Return the answer that the engine is ready."""
@@ -192,7 +192,7 @@ class _Seat:
     ready: bool = False
     num_failed_starts: int = 0
     num_calls: int = 0  # outstanding calls
-    jobs: dict[str, _Job] = field(default_factory=dict)  # by `NewRequest.request_id`, the newest last
+    jobs: dict[str, _Job] = field(default_factory=dict)  # keys: `NewRequest.request_id`, the newest last
     num_sequences: int = 0  # sum over its jobs
     load: int = 0  # sum over its jobs, in tokens
     has_suspects: bool = False  # no other jobs are assigned until these have ended

@@ -27,7 +27,7 @@ SIZE = schema.integer(1)
 COUNT = schema.integer(0)
 NUMBER = schema.number()
 POSITIVE = schema.number(0, excludes_low=True)
-SWITCH = dataclasses.replace(schema.SWITCH, words="true or false")  # as JSON spells them
+SWITCH = dataclasses.replace(schema.SWITCH, words="true or false")  # JSON's spelling
 STRINGS = FieldType(
     "a list of strings", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value)
 )

@@ -26,7 +26,7 @@ from jaxserve.pallas_kernels.grouped_matmul import default_matmul_backend
 
 BLOCK_TOKENS = 64  # tokens computed together if the hidden states of all are needed
 
-Rotations = Mapping[tuple[RopeConfig | None, int], Rotation | None]  # by RoPE and head size
+Rotations = Mapping[tuple[RopeConfig | None, int], Rotation | None]  # keys: RoPE and head size
 
 
 @dataclass(frozen=True)

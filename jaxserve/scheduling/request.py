@@ -29,7 +29,7 @@ class FinishReason(enum.StrEnum):
 class RequestStatus(enum.Enum):
     """Scheduling state of a request."""
 
-    WAITING = enum.auto()  # without pages and slot; new or preempted
+    WAITING = enum.auto()  # new or preempted: no pages, no slot
     LOADING = enum.auto()  # waiting, with pages that are being written from a lower tier
     RUNNING = enum.auto()
     BLOCKED = enum.auto()  # running, but not sampling until a plan is updated

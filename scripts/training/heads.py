@@ -66,7 +66,7 @@ class HeadLoss:
     """Mean cross-entropy against the model's own distribution, with decreasing weight for later tokens."""
 
     heads: Heads
-    decay: float = 0.8  # as for Medusa and EAGLE-3
+    decay: float = 0.8  # like heads of Medusa and EAGLE-3
 
     def __call__(self, tensors: Tensors, tokens: Array, target: Params) -> Array:
         weight, total = 1.0, jnp.zeros(())

@@ -50,7 +50,7 @@ class Subscriber:
 
     def connect(self) -> None:
         self.socket.connect(self.events)
-        time.sleep(0.2)  # until the publisher knows of it
+        time.sleep(0.2)  # wait until the publisher knows of it
 
     def read(self, wait_s: float = 0.4) -> None:
         """Take the messages that are there."""

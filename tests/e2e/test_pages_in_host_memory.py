@@ -18,7 +18,7 @@ from tests.e2e.workloads import Job, assert_same, few_but_rich, jobs
 from tests.e2e.workloads import run as run_all
 
 Start = Callable[..., DrivenEngine]
-MIB = 2.0**-10  # in GiB
+MIB = 2.0**-10  # GiB
 
 
 @given(jobs=jobs(aborts=True))

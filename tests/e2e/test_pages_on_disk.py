@@ -306,7 +306,7 @@ def test_replicas_count_pages_that_they_store_simultaneously(
     writes = []
 
     def write_twice(*args: Any) -> bool:
-        engine.stats.num_stored_pages += 1  # by another replica's thread
+        engine.stats.num_stored_pages += 1  # called by another replica's thread
         writes.append(write(*args))
         return writes[-1]
 

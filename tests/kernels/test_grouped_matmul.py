@@ -20,7 +20,7 @@ from tests.random_runs import examples
 REASON = packed_linear.unsupported("float32", jax.default_backend())
 needs_native = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 FORMS = ["xla", pytest.param("native", marks=needs_native), pytest.param("gated", marks=needs_native)]
-NUM_ROWS = 60  # of random groups
+NUM_ROWS = 60  # number of random groups
 SIZES = [(5, 40, 33), (3, 16, 64), (8, 64, 256)]  # groups, outputs, inputs
 
 

@@ -67,7 +67,7 @@ def test_refuses_with_a_reason_on_tpu(changed, reason):
 def test_scales_keep_their_places_in_other_layouts(num_kv_heads):
     """Each scale belongs to one token and head; tiles are dense, except if heads are not a power of two."""
     shape = (2, 3, 64, 2 * num_kv_heads)
-    bits = np.arange(np.prod(shape), dtype=np.uint16) + 0x80  # of normal numbers: XLA may flush others to zero
+    bits = np.arange(np.prod(shape), dtype=np.uint16) + 0x80  # normal numbers alone: XLA may flush others to zero
     scales = jnp.asarray(bits.view("bfloat16").reshape(shape))
     pool = QuantizedPages(jnp.zeros((*shape, 16), jnp.int8), scales)
     layout = PageMatrices((2 * num_kv_heads, 16))

@@ -12,7 +12,7 @@ from jaxserve.layers.page_bounds import BoundedHeads
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions, RaggedRows
 
 R, M, P, K, G, H, L = 3, 7, 4, 2, 2, 8, 3
-BUDGET = 3 * P + 1  # of which three pages fit
+BUDGET = 3 * P + 1  # three pages fit
 OPTIONS = AttentionOptions(scale=0.5)
 LENGTHS = np.array([26, 11, 27], np.int32)  # tokens per row before the last one
 

@@ -27,7 +27,7 @@ from tests.quant.writers import write_fp8
 
 pytest.importorskip("compressed_tensors")
 
-NAMES = [name for name in CASES if name.startswith("ct-") and "order" not in name]  # which old versions wrote
+NAMES = [name for name in CASES if name.startswith("ct-") and "order" not in name]  # old versions wrote it
 LOADED = [
     name for name in NAMES if not any(kind in name for kind in ("fp4", "mxfp8", "zeros", "int8-weights"))
 ]  # transformers cannot load the others; int8 weights without int8 activations it takes for packed ones

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 class PageState(enum.Enum):
     """A page's state."""
 
-    FREE = enum.auto()  # in the free list, without owner and content
+    FREE = enum.auto()  # pages in the free list, without owner and content
     COMPUTING = enum.auto()  # has owners, and cannot be found
     CACHED = enum.auto()  # found by its content hash, with or without owners
     LOADING = enum.auto()  # being written from a lower tier, with or without owners

@@ -148,7 +148,7 @@ async def _ask(session: ClientSession, server: Server, request: TimedRequest, ar
             reply.status = response.status
             async for data in response.content.iter_any():
                 reply.parts.append((time.monotonic(), data))
-    except Exception as error:  # from aiohttp or the socket
+    except Exception as error:  # aiohttp's and the socket's errors
         reply.error = f"{'connection lost' if reply.status else 'no connection'}: {error!r}"
     return reply
 

@@ -18,7 +18,7 @@ from unicorn.arm64_const import (
 
 PAGE = 4096
 STACK, STACK_SIZE = 0x7000_0000_0000, 16 << 20
-HEAP, HEAP_SIZE = 0x5000_0000_0000, 1 << 30  # what the program maps
+HEAP, HEAP_SIZE = 0x5000_0000_0000, 1 << 30  # memory that the program maps
 DATA, DATA_SIZE = 0x6000_0000_0000, 1 << 30  # problems and their arrays
 ALIGNMENT = 64
 NEXT_CALL = 5000  # entry.cc

@@ -66,7 +66,7 @@ CONFIGS_AND_FORMS = pytest.mark.parametrize(
 )
 
 
-_written: dict[str, Path] = {}  # by configuration
+_written: dict[str, Path] = {}  # keys: configurations
 
 
 def build(path: Path, config: dict[str, Any] = CONFIG, **overrides: Any) -> tuple[ArchConfig, list[ParamSpec]]:
