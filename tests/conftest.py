@@ -140,3 +140,11 @@ def no_xla_cache() -> Iterator[None]:
 def no_type_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls with arguments of wrong types reach the code, as a user's do, instead of the suite's type checks."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def any_load_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have engines load all pages that a tier has, as on a machine that computes slowly and reads fast."""
+    from jaxserve.core.replica import Replica
+
+    monkeypatch.setattr(Replica, "_load_costs", lambda self, mover: None)

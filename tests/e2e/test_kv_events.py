@@ -23,6 +23,8 @@ from jaxserve.scheduling.kv_cache.page_events import AllCleared
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import generate, tokens
 
+pytestmark = pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
+
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PAGE_SIZE = SIZES["page_size"]
 

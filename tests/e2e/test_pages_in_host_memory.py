@@ -17,6 +17,8 @@ from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import Job, assert_same, few_but_rich, jobs
 from tests.e2e.workloads import run as run_all
 
+pytestmark = pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
+
 Start = Callable[..., DrivenEngine]
 MIB = 2.0**-10  # GiB
 

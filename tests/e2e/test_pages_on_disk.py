@@ -37,6 +37,8 @@ from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, 
 from tests.e2e.workloads import run as run_all
 from tests.parameters import mainly
 
+pytestmark = pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
+
 Start = Callable[..., DrivenEngine]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -20,6 +20,8 @@ from jaxserve.offline.llm import LLM
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import tokens
 
+pytestmark = pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
+
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPT = tokens(33, "a conversation")
 PAGE_SIZE = SIZES["page_size"]

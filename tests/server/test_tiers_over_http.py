@@ -13,6 +13,8 @@ from tests.server.conftest import Running, running
 from tests.server.test_served_metrics import values
 from tests.soon_compiled import as_shipped
 
+pytestmark = pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
+
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 4
 
 

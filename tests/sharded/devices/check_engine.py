@@ -27,6 +27,8 @@ from tests.random_runs import examples
 from tests.sharded.devices.sizes import LAYERS, MODEL, SIZES
 from tests.tiny_tokenizers import byte_level, write
 
+pytestmark = pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
+
 Start = Callable[..., DrivenEngine]
 
 DEVICES = 4  # two of them hold each KV head
