@@ -170,7 +170,7 @@ class Sizes:
         except weights.CheckpointError as error:  # a matrix cannot be split over the devices
             raise ConfigError(str(error), about=("tensor_parallel_size",)) from error
         memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
-        num_pages = memory.num_pages or schedule.kv_groups.num_pages(schedule.max_model_len)
+        num_pages = config.num_pages or memory.num_pages or schedule.kv_groups.num_pages(schedule.max_model_len)
         schedule = dataclasses.replace(schedule, num_pages=num_pages * schedule.num_data_shards)
         return cls(
             *(name, target, arch, local, dtype, kv_dtype, config.quantization, backend, params, schedule, memory)
