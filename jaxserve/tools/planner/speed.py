@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from jaxserve.api.metrics import PeakRates, split_time
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.registry import flop_counts
+from jaxserve.models.registry import FlopCounts, flop_counts
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.step_costs import attention_cost
@@ -44,6 +45,14 @@ class Roofline:
     collectives: tuple[Collective, ...]
     collective_tokens: int
 
+    @cached_property
+    def _buckets(self) -> tuple[int, ...]:
+        return self.schedule.buckets()
+
+    @cached_property
+    def _flop_counts(self) -> FlopCounts:
+        return flop_counts(self.arch)
+
     def decode_ms(self, num_rows: int, context_tokens: int) -> float:
         """Return the time for a decode step with `context_tokens` per row."""
         return self.step_ms([context_tokens - 1] * num_rows, [1] * num_rows)
@@ -60,13 +69,13 @@ class Roofline:
         Rows are dealt to shards in turn, so that the first shard has the most tokens.
         """
         num_shards = self.schedule.num_data_shards
-        bucket = min(size for size in self.schedule.buckets() if size >= num_shards * sum(counts[::num_shards]))
+        bucket = min(size for size in self._buckets if size >= num_shards * sum(counts[::num_shards]))
         windows = [layer.window for layer in self.arch.attention_layers]
         attention = attention_cost(np.array(starts), np.array(counts), windows, self.schedule.sparsity)
         num_parts = len(self.arch.attention_layers) * num_shards
         kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // num_parts
         num_bytes = self.weight_reads.step(bucket, sum(counts)) + kv_bytes + 2 * len(counts) * self.state_bytes
-        flops = flop_counts(self.arch).step(bucket, self.schedule.num_rows(bucket), attention.num_scores)
+        flops = self._flop_counts.step(bucket, self.schedule.num_rows(bucket), attention.num_scores)
         split = split_time(0.0, flops, num_bytes, self.peak_rates)
         return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)
 
