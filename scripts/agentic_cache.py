@@ -16,7 +16,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,7 +215,8 @@ def _changes(core: EngineCore, served: Served, running: dict[int, Arrival]) -> I
 def run(args: argparse.Namespace, hints: str) -> dict[str, Any]:
     """Serve the load with one kind of hint, and return the figures."""
     if args.workload == "agentic":
-        sizes = AgenticSizes(**{**_fields(FULL), "num_sessions": args.sessions, "session_gap_s": args.gap})
+        max_len = min(FULL.max_len, args.max_model_len)
+        sizes = replace(FULL, num_sessions=args.sessions, session_gap_s=args.gap, max_len=max_len)
         firsts, working_set = agentic_load(sizes, hints)
         if args.others:
             firsts += other_load(args.others, args.sessions * args.gap)
@@ -249,10 +250,6 @@ def run(args: argparse.Namespace, hints: str) -> dict[str, Any]:
         "ttft_ms": dict(zip(("p50", "p90", "p99"), ttft_ms, strict=True)),
         "virtual_s": round(served.now_s, 1),
     }
-
-
-def _fields(sizes: AgenticSizes) -> dict[str, Any]:
-    return {name: getattr(sizes, name) for name in AgenticSizes.__dataclass_fields__}
 
 
 def main() -> None:
