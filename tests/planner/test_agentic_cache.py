@@ -9,25 +9,31 @@ from typing import Any
 import pytest
 
 from agentic_cache import run
+from simulate import modelled
 
 OPTIONS: dict[str, Any] = {
     "workload": "agentic",
     "num_requests": None,
     "speed": 1.0,
-    "sessions": 8,
-    "gap": 30.0,
+    "sessions": 4,
+    "gap": 20.0,
     "others": 2.0,
-    "fraction": 0.25,
+    "fraction": 0.5,
     "disk": None,
     "model": "llama-3.1-8b",
     "target": "h200",
     "page_size": 512,
-    "max_model_len": 131_072,
+    "max_model_len": 32_768,
 }
 
 
 def figures(hints: str = "none", **options: Any) -> Any:
     return run(Namespace(**OPTIONS | options), hints)
+
+
+def test_the_pool_has_the_pages_that_were_asked_for() -> None:
+    _, executor = modelled(OPTIONS["model"], OPTIONS["target"], page_size=64, num_pages=100)
+    assert executor.schedule.num_pages == 100
 
 
 def test_hints_save_computation() -> None:
@@ -38,8 +44,8 @@ def test_hints_save_computation() -> None:
 
 
 def test_a_tier_saves_computation() -> None:
-    sizes = {"sessions": 12, "gap": 0.1, "others": 0.0}
-    plain, tiered = figures(**sizes), figures(**sizes, disk=20.0)
+    load = {"gap": 0.1, "others": 0.0}
+    plain, tiered = figures(**load), figures(**load, disk=20.0)
     assert plain["num_prompt_tokens"] == tiered["num_prompt_tokens"]
     assert plain["hits"] < tiered["hits"]
     assert tiered["hits_on_disk"] > 0
