@@ -172,7 +172,7 @@ class CoreHost:
         core = weakref.ref(self.core)  # which has the store: an abandoned engine is freed without the garbage collector
 
         def in_use() -> set[str]:
-            return set() if (known := core()) is None else known.adapters_in_use()
+            return set() if (known := core()) is None else set().union(*known.adapters_in_use())
 
         store = AdapterStore(layout, arch, runners[0].mesh, config.max_cpu_loras, in_use)
         for runner in runners:
@@ -187,8 +187,7 @@ class CoreHost:
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
         """Return the digests of adapters of running requests, and of waiting ones; callable from any thread."""
-        running = {digest for replica in self.core.replicas for digest in list(replica.scheduler.adapters.running)}
-        return running, self.core.adapters_in_use(is_running=False)
+        return self.core.adapters_in_use()
 
     def unload_adapter(self, digest: str) -> None:
         """Free an adapter's host memory once its requests have ended; callable from any thread."""

@@ -65,15 +65,15 @@ class EngineCore:
         """Number of unfinished requests, according to the events taken."""
         return len(self._requests)
 
-    def adapters_in_use(self, *, is_running: bool = True) -> set[str]:
-        """Return the digests of the adapters of unfinished requests; callable on any thread.
-
-        Args:
-            is_running: True to include running requests, not only waiting ones.
-        """
+    def adapters_in_use(self) -> tuple[set[str], set[str]]:
+        """Return the digests of adapters of running requests, and of waiting ones; callable on any thread."""
         untaken = [request for event in list(self.inbox) if isinstance(event, Submitted) for request in event.requests]
         unfinished = (*untaken, *list(self._requests.values()))
-        return {each.adapter for each in unfinished if each.adapter and (is_running or each.slot < 0)}
+        running, waiting = set[str](), set[str]()
+        for each in unfinished:
+            if each.adapter:
+                (waiting if each.slot < 0 else running).add(each.adapter)
+        return running, waiting
 
     @property
     def num_waiting(self) -> int:

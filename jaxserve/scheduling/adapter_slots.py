@@ -9,7 +9,7 @@ slot is free once its rows have ended.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from jaxserve.scheduling.request import Request
 
@@ -122,11 +122,6 @@ class AdapterSlots:
         """Free the slots of adapters without rows, as after a change of weights or a loss of device memory."""
         for adapter in [adapter for adapter in self._slots if adapter not in self._num_rows]:
             self._free.append(self._slots.pop(adapter))
-
-    @property
-    def running(self) -> Mapping[str, int]:
-        """Number of running rows by adapter."""
-        return self._num_rows
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Assert that slots are conserved and that running requests have their adapters' slots."""

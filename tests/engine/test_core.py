@@ -252,6 +252,17 @@ def test_a_request_whose_adapter_is_gone_ends_without_the_others() -> None:
     assert all(reason is not FinishReason.ABORT for _, reason in (driven.ended[each] for each in served))
 
 
+def test_running_and_waiting_adapters_are_told_apart() -> None:
+    driven = Driven(1, sizes=replace(SIZES, max_loras=1))
+    for adapter in ("a", "", "b"):
+        driven.submit(prompt=[1, 2], max_tokens=3, adapter=adapter)
+    assert driven.core.adapters_in_use() == (set(), {"a", "b"})
+    driven.step()
+    assert driven.core.adapters_in_use() == ({"a"}, {"b"})
+    driven.drain()
+    assert driven.core.adapters_in_use() == (set(), set())
+
+
 def test_an_event_that_breaks_off_counts_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else whoever counts what it has sent would wait for it for ever."""
     driven = Driven()
