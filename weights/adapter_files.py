@@ -74,20 +74,13 @@ class AdapterFile:
 
     Attributes:
         modules: factors by module name, such as "model.layers.0.self_attn.q_proj".
-        base_model: name of its base model; empty if unknown.
         digest: hash over everything that determines its outputs.
         invocation: token ids from whose last occurrence in a prompt on it applies (aLoRA); empty if it always does.
     """
 
     modules: dict[str, AdapterModule]
-    base_model: str = ""
-    digest: str = ""
-    invocation: tuple[int, ...] = ()
-
-    @property
-    def max_rank(self) -> int:
-        """Its modules' largest rank."""
-        return max(module.rank for module in self.modules.values())
+    digest: str
+    invocation: tuple[int, ...]
 
     @property
     def is_zero(self) -> bool:
@@ -147,9 +140,8 @@ def make_adapter(config: Mapping[str, Any], tensors: Mapping[str, Any], where: s
         raise CheckpointError(f"{where} must have tensors, got none")
     scales = _Scales(config, where)
     modules = {name: _module(name, pair, scales, where) for name, pair in factors.items()}
-    base = config.get("base_model_name_or_path") or ""
     invocation = _invocation(config, where)
-    return AdapterFile(modules, str(base), _digest(modules, invocation), invocation)
+    return AdapterFile(modules, _digest(modules, invocation), invocation)
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> None:

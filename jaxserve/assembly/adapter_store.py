@@ -8,8 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
-import jax
-
 from jaxserve.core.adapter_names import LoadedAdapter
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
@@ -109,12 +107,6 @@ class AdapterStore:
             self._stored[digest] = StoredAdapter(source, arrays)
             self._trim()
         return arrays
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all arrays in memory."""
-        with self._lock:
-            return sum(leaf.nbytes for each in self._stored.values() for leaf in jax.tree.leaves(each.arrays))
 
     @staticmethod
     def _read(source: AdapterSource) -> AdapterFile:

@@ -69,11 +69,6 @@ class AdapterNames:
         self._holding = threading.Lock()  # held while names and holders change
         self._holders: dict[str, WeakSet[Any]] = {}  # requests read with an adapter, by digest, also unnamed ones
 
-    @property
-    def all(self) -> list[NamedAdapter]:
-        """All adapters, in the order in which they were loaded."""
-        return list(self._named.values())
-
     def __contains__(self, name: object) -> bool:
         """Return whether an adapter has this name."""
         return isinstance(name, str) and name in self._named

@@ -307,7 +307,7 @@ class LLM(PoolingCalls):
 
     def list_loras(self) -> list[str]:
         """Return the names of the loaded LoRA adapters."""
-        return [each.request.lora_name for each in self.engine.adapters.all]
+        return list(self.engine.adapters)
 
     def batch_engine(self) -> OfflineEngine:
         """Return the engine with the interface that `run_batch` uses, which also accepts the LLM itself.

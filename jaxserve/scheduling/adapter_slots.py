@@ -28,7 +28,6 @@ class AdapterSlots:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.num_loads = 0  # adapters loaded since the start
         self.restart()
 
     def restart(self) -> None:
@@ -84,7 +83,6 @@ class AdapterSlots:
                 assert idle is not None, "`may_start` has found a slot"
                 self._free.append(self._slots.pop(idle))
             self._slots[adapter] = self._free.pop()
-            self.num_loads += 1
         self._note_start(adapter)
         self._num_rows[adapter] = self._num_rows.get(adapter, 0) + 1
         request.adapter_slot = self._slots[adapter]

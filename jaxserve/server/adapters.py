@@ -16,7 +16,6 @@ from jaxserve.server.lora_modules import read_modules
 
 if TYPE_CHECKING:
     from jaxserve.assembly.engine import Engine
-    from jaxserve.core.adapter_names import NamedAdapter
     from jaxserve.server.call import Call
     from jaxserve.server.config import ServerConfig
 
@@ -52,11 +51,6 @@ class Adapters:
                 self._names.load(request)
             except RequestError as error:
                 raise ConfigError(f"lora_modules: {error}") from error
-
-    @property
-    def loaded(self) -> list[NamedAdapter]:
-        """All adapters that requests may name."""
-        return self._names.all
 
     def request(self, name: str | None) -> LoRARequest | None:
         """Return the adapter that a request names; None for the base model.
