@@ -170,7 +170,7 @@ class EngineConfig:
             JSON; None drafts no tokens. Outputs stay the model's.
         enable_lora: serve LoRA adapters, which requests choose; see `LoRARequest`.
         max_loras: maximum adapters on the devices, in memory allocated at the start. Requests with others wait until a
-            slot has no rows; then the least recently used adapter is replaced, which compiles nothing.
+            slot has no rows; then the adapter that started least often of late is replaced, which compiles nothing.
         max_lora_rank: maximum rank of adapters. Smaller ranks take the same memory and time.
         max_cpu_loras: maximum adapters in host memory, at least `max_loras`, beyond which only those of unfinished
             requests are kept; the least recently used others are read from their directories again. None keeps all.
