@@ -7,7 +7,7 @@ adapters.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, no_type_check
@@ -28,24 +28,19 @@ RANK_GRAIN = PANEL_ROWS  # stacks have ranks that are multiples of this
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Factors:
+class Factors(ABC):
     """S adapters' factors for a matrix whose output has P parts, each with its own factors.
+
+    All factors have the same rank; smaller ones are padded by zeros.
 
     Attributes:
         a: all parts' first factors, by adapter.
         b: second factors by part, each by adapter.
-        part_sizes: outputs per part.
-        num_inputs: the matrix's inputs.
-        rank: all factors' rank; smaller ones are padded by zeros.
     """
 
     a: Shaped[Array, "..."]
     b: tuple[Shaped[Array, "..."], ...]
-    part_sizes: tuple[int, ...] = field(metadata={"static": True})
-    num_inputs: int = field(metadata={"static": True})
-    rank: int = field(metadata={"static": True})
 
     @abstractmethod
     def terms(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
@@ -70,7 +65,8 @@ class FloatFactors(Factors):
     def terms(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
         """Return the terms; see `Factors.terms`."""
         x = norm(x) if norm else x
-        T, S, P, r = len(x), adapters.num_slots, len(self.b), self.rank
+        T, S, P = len(x), adapters.num_slots, len(self.b)
+        r = len(self.a) // (S * P)
         inner = as_matrix(self.a).multiply(x.astype(self.a.dtype), LinearContext())
         is_own = adapters.slot[:, None] == 1 + jnp.arange(S, dtype=jnp.int32)[None]
         kept = jnp.where(is_own[:, :, None, None], inner.reshape(T, S, P, r), 0).astype(self.a.dtype)
@@ -89,15 +85,20 @@ class NativeFactors(Factors):
     """Factors packed for the native CPU kernels, in 16-row panels: a matrix [P * rank, in], and each [out, rank].
 
     Tokens are sorted by adapter, and each is multiplied only by its own adapter's factors.
+
+    Attributes:
+        part_sizes: outputs per part.
     """
+
+    part_sizes: tuple[int, ...] = field(metadata={"static": True})
 
     def terms(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
         """Return the terms; see `Factors.terms`."""
-        P, r = len(self.b), self.rank
+        P, r = len(self.b), self.b[0].shape[1]
         x = _normed_alike(x, norm) if norm else x
-        inner = self._multiply(x[adapters.order], self.a, P * r, self.num_inputs, adapters)
+        inner = self._multiply(x[adapters.order], self.a, P * r, adapters)
         outputs = [
-            self._multiply(inner[:, part * r : (part + 1) * r], b, size, r, adapters)
+            self._multiply(inner[:, part * r : (part + 1) * r], b, size, adapters)
             for part, (b, size) in enumerate(zip(self.b, self.part_sizes, strict=True))
         ]
         return jnp.concatenate(outputs, axis=1)[adapters.rank_of]
@@ -107,13 +108,11 @@ class NativeFactors(Factors):
         x: Float[Array, "T in"],
         panels: Shaped[Array, "..."],
         num_outputs: int,
-        num_inputs: int,
         adapters: TokenAdapters,
     ) -> Float[Array, "T out"]:
         """Multiply sorted tokens by their adapters' matrices [out, in]."""
         none = jnp.zeros((len(panels), 0, 1, PANEL_ROWS), jnp.float32)
-        dtype = panels.dtype.name
-        packed = PackedMatrix(panels, none, none, num_outputs, num_inputs, adapters.num_slots, dtype)
+        packed = PackedMatrix(panels, none, none, num_outputs, x.shape[1], adapters.num_slots, panels.dtype.name)
         return NativeMatrix(packed).multiply_groups(x, adapters.group_sizes, LinearContext())
 
 

@@ -226,8 +226,7 @@ class AdapterLayout:
         return stack_layers(tree, arch.period, stack or _stack_shapes, num_first=arch.num_first_layers)
 
     def _factors(self, each: AdaptedSpec, a: Any, b: Sequence[Any]) -> Factors:
-        kind = NativeFactors if self.is_native else FloatFactors
-        return kind(a, tuple(b), each.part_sizes, each.num_inputs, self.rank)
+        return NativeFactors(a, tuple(b), each.part_sizes) if self.is_native else FloatFactors(a, tuple(b))
 
     def _first(self, each: AdaptedSpec, module: AdapterModule | None) -> NDArray[Any]:
         """Return a module's first factor [rank, in], padded; zeros without a module."""
