@@ -264,7 +264,7 @@ def adapter_layout(config: EngineConfig, arch: ArchConfig, *, platform: str | No
         return None
     platform = platform or jax.default_backend()
     dtype = matrix_dtype(config, arch, on_cpu=platform == "cpu")
-    return AdapterLayout.from_rank(
+    return AdapterLayout(
         config.max_loras,
         config.max_lora_rank,
         dtype=dtype.name,

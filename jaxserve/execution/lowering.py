@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -223,7 +223,7 @@ class Lowering:
         index, blob, words = (self._operand(shape, jnp.int32) for shape in ((), (admissions.size,), (masks.size,)))
         admit = {"admit": writer(make_admit(admissions, self.proposer), state, blob)}
         if self.adapters is not None:
-            new = self.adapters.abstract(self.arch, self.mesh, num_slots=1)
+            new = replace(self.adapters, num_slots=1).abstract(self.arch, self.mesh)
             admit["set_adapter"] = writer(set_adapter, state.adapters, index, new)
         if self.arch.pooler is not None:
             return admit

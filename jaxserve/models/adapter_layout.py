@@ -96,32 +96,31 @@ class AdapterLayout:
 
     Attributes:
         num_slots: maximum adapters on the devices.
-        rank: rank of the stacks.
+        max_rank: maximum rank of adapters.
         dtype: dtype of the factors.
         is_native: True if they are packed for the native CPU kernels.
         is_scanned: True if the model's layers are stacked for a scan.
     """
 
     num_slots: int
-    rank: int
+    max_rank: int
     dtype: str
     is_native: bool
     is_scanned: bool
 
-    @classmethod
-    def from_rank(cls, num_slots: int, max_rank: int, **fields: Any) -> AdapterLayout:
-        """Return the layout for ranks up to `max_rank`; see the class for the arguments."""
-        return cls(num_slots, -(-max_rank // RANK_GRAIN) * RANK_GRAIN, **fields)
+    @property
+    def rank(self) -> int:
+        """Rank of the stacks; smaller ones are padded by zeros."""
+        return -(-self.max_rank // RANK_GRAIN) * RANK_GRAIN
 
-    def abstract(self, arch: ArchConfig, mesh: Mesh | None, num_slots: int | None = None) -> Params:
+    def abstract(self, arch: ArchConfig, mesh: Mesh | None) -> Params:
         """Return shapes, dtypes and shardings of the stacks.
 
         Args:
             arch: sizes of the whole model.
             mesh: devices over which the model is split; None for one device.
-            num_slots: number of adapters in the stacks; None for the layout's. 1 gives the shapes that `place` returns.
         """
-        slots = self.num_slots if num_slots is None else num_slots
+        slots = self.num_slots
 
         def shape(local: Sequence[int], axes: Sequence[str | None]) -> jax.ShapeDtypeStruct:
             if mesh is None:
@@ -157,7 +156,7 @@ class AdapterLayout:
         return stacks
 
     def place(self, adapter: AdapterFile, arch: ArchConfig, mesh: Mesh | None) -> Params:
-        """Return an adapter's arrays on the host, in the shapes of `abstract` with one slot.
+        """Return an adapter's arrays on the host, in the shapes that `abstract` returns for a layout with one slot.
 
         Raises:
             ConfigError: a module is not in the model, or has other sizes; see `check`.
@@ -195,10 +194,10 @@ class AdapterLayout:
                     f"the adapter must fit {own} with {wanted[1]} inputs and {wanted[0]} outputs, got factors for "
                     f"{got[1]} and {got[0]}; it was trained on another model"
                 )
-            if module.rank > self.rank:
+            if module.rank > self.max_rank:
                 raise ConfigError(
-                    f"the rank of an adapter must be at most max_lora_rank, got {module.rank} in {name} and a stack of "
-                    f"{self.rank}; raise max_lora_rank"
+                    f"the rank of an adapter must be at most max_lora_rank, {self.max_rank}, got {module.rank} in "
+                    f"{name}; raise max_lora_rank"
                 )
             found[own] = module
         return found

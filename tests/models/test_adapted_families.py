@@ -43,7 +43,7 @@ def test_adapters_have_the_logits_of_peft(tmp_path, family, is_native):
     params = weights.load(tmp_path / "model", specs, jnp.float32, transform=transform)
     is_scanned = family == "llama" and not is_native  # like TPUs
     params = stack_layers(params, arch.period, num_first=arch.num_first_layers) if is_scanned else params
-    layout = AdapterLayout.from_rank(3, RANK, dtype="float32", is_native=is_native, is_scanned=is_scanned)
+    layout = AdapterLayout(3, RANK, dtype="float32", is_native=is_native, is_scanned=is_scanned)
     stacks = layout.new(arch)
     for slot, name in enumerate(("two", "one"), 1):
         own = layout.place(read_adapter(tmp_path / name), arch, None)
