@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -306,8 +306,7 @@ def with_adapters(params: Params, adapters: Params | None) -> Params:
     def wrap(p: Params, own: Mapping[str, Factors]) -> Params:
         return {**p, **{name: AdaptedMatrix(p[name], factors) for name, factors in own.items()}}
 
-    wrap_all = partial(_map_layers, wrap)
-    return {**params, "layers": wrap_all(params["layers"], adapters["layers"])}
+    return {**params, "layers": _map_layers(wrap, params["layers"], adapters["layers"])}
 
 
 def set_adapter(stacks: Params, slot: Int[Array, ""], new: Params) -> Params:
