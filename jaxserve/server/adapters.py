@@ -41,10 +41,9 @@ class Adapters:
 
     def __init__(self, engine: Engine, config: ServerConfig, model_names: Sequence[str]) -> None:
         self._names, self._root, self._model_names = engine.adapters, config.lora_root, model_names
-        if config.lora_modules and not engine.config.enable_lora:
-            raise ConfigError("lora_modules needs enable_lora; add --enable-lora")
-        if config.lora_root is not None and not engine.config.enable_lora:
-            raise ConfigError("lora_root needs enable_lora; add --enable-lora")
+        for option in ("lora_modules", "lora_root"):
+            if getattr(config, option) and not engine.config.enable_lora:
+                raise ConfigError(f"{option} needs enable_lora; add --enable-lora")
         for request in read_modules(config.lora_modules):
             try:
                 self._check_name(request.lora_name)
