@@ -135,6 +135,10 @@ class TokenAdapters:
         is_own = slot[:, None] == 1 + jnp.arange(num_slots, dtype=jnp.int32)[None]
         return cls(slot, order, rank_of, jnp.sum(is_own, axis=0, dtype=jnp.int32))
 
+    def select(self, take: Callable[[Int[Array, " T"]], Int[Array, " N"]]) -> Self:
+        """Return the adapters of other tokens, whose slots `take` selects."""
+        return self.from_slots(take(self.slot), self.num_slots)
+
     @property
     def num_slots(self) -> int:
         """Number of adapters, S."""
@@ -247,13 +251,12 @@ class TokenContext:
         assert self.last is not None, "the step needs only the rows' last tokens"
         live = None if self.live is None else self.live.at[self.last].get(mode="fill", fill_value=False)
         num_live = None if live is None else jnp.sum(live, dtype=jnp.int32)
-        attention = self.narrowing.for_last(self.last)
-        taken, adapters = self.select(self.take_last), self.adapters
+        attention, adapters = self.narrowing.for_last(self.last), self.adapters
         if adapters is not None:  # rows without tokens must not count as adapted
-            slot = adapters.slot.at[self.last].get(mode="fill", fill_value=0)
-            adapters = TokenAdapters.from_slots(slot, adapters.num_slots)
-        taken = dataclasses.replace(taken, adapters=adapters)
-        return dataclasses.replace(taken, live=live, num_live=num_live, attention=attention, last=None)
+            adapters = adapters.select(lambda slot: slot.at[self.last].get(mode="fill", fill_value=0))
+        return dataclasses.replace(
+            self.select(self.take_last), live=live, num_live=num_live, attention=attention, adapters=adapters, last=None
+        )
 
     def part(self, start: Int[Array, ""], num_tokens: int) -> TokenContext:
         """Return the context for some of the tokens; see `Attention.part`."""
@@ -268,8 +271,7 @@ class TokenContext:
     def select(self, take: Callable[[Array], Array]) -> TokenContext:
         """Return the context for other activation rows, whose tokens `take` selects; only linear layers read it."""
         row, slot = (None if each is None else take(each) for each in (self.row, self.slot))
-        adapters = self.adapters and TokenAdapters.from_slots(take(self.adapters.slot), self.adapters.num_slots)
-        position = take(self.position)
+        adapters, position = self.adapters and self.adapters.select(take), take(self.position)
         return dataclasses.replace(self, position=position, row=row, slot=slot, num_live=None, adapters=adapters)
 
     def count_experts(self, ids: Int[Array, "all k"]) -> TokenContext:
