@@ -130,10 +130,7 @@ class BoundedHeads(HeadVectors):
             nearest = lax.pmax(nearest, self.axis)
         nearest = jnp.where((column == 0) | (column == last), jnp.inf, jnp.where(column < last, nearest, -jnp.inf))
         _, best = lax.top_k(nearest, num_kept)
-        row = jnp.arange(R)[:, None]
-        is_kept = jnp.zeros((R, M), bool).at[row, best].set(True)
-        index = jnp.where(is_kept, jnp.cumsum(is_kept, axis=1, dtype=jnp.int32) - 1, M)  # out of range, dropped
-        chosen = jnp.zeros((R, M), jnp.int32).at[row, index].set(jnp.broadcast_to(column, (R, M)), mode="drop")
+        chosen = jnp.pad(jnp.sort(best, axis=1), ((0, 0), (0, M - num_kept)))
         num_skipped = last[:, 0] + 1 - num_kept
         chooses = choosing & (num_skipped > 0) & (layer >= NUM_DENSE_LAYERS)
         return PagesToRead(jnp.where(chooses[:, None], chosen, column), jnp.where(chooses, num_skipped, 0))
