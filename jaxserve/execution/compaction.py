@@ -210,8 +210,8 @@ def best_tokens(
         padded = jnp.pad(jnp.where(token < num_prompt - num_recent, weights, 0), POOLED // 2)
         scores = jnp.sum(jnp.stack([padded[offset : offset + weights.shape[0]] for offset in range(POOLED)]), axis=0)
     scores = jnp.where(token < num_prompt - num_recent, scores, jnp.where(token < num_prompt, jnp.inf, -jnp.inf))
-    rank = jnp.argsort(jnp.argsort(-scores, stable=True), stable=True)
-    return jnp.sort(jnp.where(rank < num_kept, token, np.iinfo(np.int32).max))
+    best_first = jnp.argsort(-scores, stable=True)
+    return jnp.sort(jnp.where(token < num_kept, best_first, np.iinfo(np.int32).max))
 
 
 def _move(
