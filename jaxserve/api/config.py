@@ -11,12 +11,12 @@ from typing import Any, no_type_check
 
 from jaxserve.api.chat_options import ChatOptions, read_template
 from jaxserve.api.kv_events_config import KVEventsConfig
-from jaxserve.api.option_checks import check_adapters, check_devices
+from jaxserve.api.option_checks import check_combinations
 from jaxserve.api.option_values import read_object, read_targets, read_tenant_weights
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.api.schema import PATH, SWITCH, FieldType, Schema, integer, number, one_of, unknown_names_message
-from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig, check_sparsity, read_budget
+from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig, read_budget
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.errors import ConfigError
 from jaxserve.system.environment import user_cache_dir
@@ -262,11 +262,7 @@ class EngineConfig:
         vars(self)["kv_eviction"] = read_budget(EvictionConfig, self.kv_eviction)
         vars(self)["sparse_attention"] = read_budget(SparseAttentionConfig, self.sparse_attention)
         vars(self)["kv_events_config"] = KVEventsConfig.from_value(self.kv_events_config)
-        _check_combinations(self)
-        _check_tiers(self)
-        check_sparsity(self)
-        check_adapters(self)
-        check_devices(self)
+        check_combinations(self)
 
     @property
     def chat_options(self) -> ChatOptions:
@@ -362,36 +358,6 @@ def embedded_model(name: str) -> Path:
     assert package is not None
     assert package.submodule_search_locations
     return Path(package.submodule_search_locations[0]) / name
-
-
-def _check_combinations(config: EngineConfig) -> None:
-    """Raise ConfigError for options that contradict each other, except for numbers of devices."""
-    if config.runner == "generate" and config.convert in (EMBED, CLASSIFY):
-        raise ConfigError(f"convert={config.convert!r} needs runner='pooling', got runner='generate'; drop one")
-    if config.max_long_partial_prefills > config.max_num_partial_prefills:
-        raise ConfigError(
-            "max_long_partial_prefills must be at most max_num_partial_prefills, "
-            f"got {config.max_long_partial_prefills} and {config.max_num_partial_prefills}"
-        )
-
-
-def _check_tiers(config: EngineConfig) -> None:
-    if config.kv_offloading_path is None and config.kv_offloading_disk_size != EngineConfig.kv_offloading_disk_size:
-        raise ConfigError(
-            "kv_offloading_disk_size needs kv_offloading_path, the directory of the pages, got only "
-            f"{config.kv_offloading_disk_size}; drop it, or name a directory"
-        )
-    if config.offloading_option is None:
-        return
-    method = None if config.speculation is None else config.speculation.method
-    for name, value, needed in (
-        ("enable_prefix_caching", config.enable_prefix_caching, True),
-        ("enable_dp_attention", config.enable_dp_attention, False),
-        ("event_log", config.event_log, None),  # it does not record the pages that an engine finds on disk
-        ("the method in speculative_config", method, "ngram"),  # the others keep keys and values of their own
-    ):
-        if value != needed and not (name.endswith("speculative_config") and value is None):
-            raise ConfigError(f"{name} must be {needed!r} with {config.offloading_option}, got {value!r}; drop one")
 
 
 def _from_text(value: Any) -> Any:

@@ -4,14 +4,84 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jaxserve.api.pooling_params import CLASSIFY, EMBED
+from jaxserve.api.sparsity_config import COMPACTING
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
 
 
-def check_devices(config: EngineConfig) -> None:
-    """Raise ConfigError for numbers of devices and shards that do not divide, or options that shards do not support."""
+def check_combinations(config: EngineConfig) -> None:
+    """Raise ConfigError for options that contradict each other."""
+    if config.runner == "generate" and config.convert in (EMBED, CLASSIFY):
+        raise ConfigError(f"convert={config.convert!r} needs runner='pooling', got runner='generate'; drop one")
+    if config.max_long_partial_prefills > config.max_num_partial_prefills:
+        raise ConfigError(
+            "max_long_partial_prefills must be at most max_num_partial_prefills, "
+            f"got {config.max_long_partial_prefills} and {config.max_num_partial_prefills}"
+        )
+    _check_tiers(config)
+    _check_sparsity(config)
+    _check_adapters(config)
+    _check_devices(config)
+
+
+def _check_tiers(config: EngineConfig) -> None:
+    """Check options about tiers below device memory."""
+    if config.kv_offloading_path is None and config.kv_offloading_disk_size != type(config).kv_offloading_disk_size:
+        raise ConfigError(
+            "kv_offloading_disk_size needs kv_offloading_path, the directory of the pages, got only "
+            f"{config.kv_offloading_disk_size}; drop it, or name a directory"
+        )
+    if (option := config.offloading_option) is None:
+        return
+    _require(
+        option,
+        ("enable_prefix_caching", config.enable_prefix_caching, True),
+        ("enable_dp_attention", config.enable_dp_attention, False),
+        ("event_log", config.event_log, None),  # it does not record the pages that an engine finds on disk
+    )
+    _require_method(config, option, (None, "ngram"))  # the others keep keys and values of their own
+
+
+def _check_sparsity(config: EngineConfig) -> None:
+    """Check options about tokens that see fewer keys and values."""
+    # Draft models and layers keep keys and values of their own; drafted tokens would share one choice of pages.
+    for name, methods in (("kv_eviction", (None, "ngram", "medusa")), ("sparse_attention", (None,))):
+        if getattr(config, name) is None:
+            continue
+        _require_method(config, name, methods)
+        if (option := config.offloading_option) is not None:
+            _require(name, (option, getattr(config, option), None))
+    if config.sparse_attention is not None:
+        _require("sparse_attention", ("kv_eviction", config.kv_eviction, None))
+    if config.eviction is not None and config.eviction.method in COMPACTING:
+        method = f"the method {config.eviction.method!r} of kv_eviction"
+        _require(method, ("enable_dp_attention", config.enable_dp_attention, False))
+
+
+def _check_adapters(config: EngineConfig) -> None:
+    """Check options about LoRA adapters."""
+    if not config.enable_lora:
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            if (value := getattr(config, name)) != getattr(type(config), name):
+                raise ConfigError(f"{name} needs enable_lora, got {value!r} without it; drop it, or set enable_lora")
+        return
+    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
+        raise ConfigError(
+            f"max_cpu_loras must be at least max_loras, got {config.max_cpu_loras} and {config.max_loras}; raise it"
+        )
+    _require(
+        "enable_lora",
+        ("enable_dp_attention", config.enable_dp_attention, False),
+        ("kv_eviction", config.kv_eviction, None),
+        ("sparse_attention", config.sparse_attention, None),
+    )
+
+
+def _check_devices(config: EngineConfig) -> None:
+    """Check numbers of devices and shards, and options that shards do not support."""
     if config.tensor_parallel_size % config.expert_parallel_size:
         raise ConfigError(
             f"expert_parallel_size must divide tensor_parallel_size, the number of devices, got "
@@ -27,28 +97,25 @@ def check_devices(config: EngineConfig) -> None:
             "tensor_parallel_size or another divisor of it above 1, or drop enable_dp_attention",
             about=("expert_parallel_size", "tensor_parallel_size"),
         )
-    for name, value, neutral in (
+    _require(
+        "enable_dp_attention",
         ("data_parallel_size", config.data_parallel_size, 1),
         ("tenant_weights", config.tenant_weights or None, None),
         ("speculative_config", config.speculative_config, None),
-    ):
-        if value != neutral:
-            raise ConfigError(
-                f"{name} must be {neutral} with enable_dp_attention, got {value!r}: it is not supported; drop one"
-            )
+    )
 
 
-def check_adapters(config: EngineConfig) -> None:
-    """Raise ConfigError for options about LoRA adapters without `enable_lora`, or that contradict each other."""
-    if not config.enable_lora:
-        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
-            if (value := getattr(config, name)) != getattr(type(config), name):
-                raise ConfigError(f"{name} needs enable_lora, got {value!r} without it; drop it, or set enable_lora")
-        return
-    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
+def _require(option: str, *others: tuple[str, object, object]) -> None:
+    """Raise ConfigError for the first other option, given as (name, value, needed), that `option` does not support."""
+    for name, value, needed in others:
+        if value != needed:
+            raise ConfigError(f"{name} must be {needed!r} with {option}, got {value!r}; drop one")
+
+
+def _require_method(config: EngineConfig, option: str, supported: tuple[str | None, ...]) -> None:
+    """Raise ConfigError unless `option` supports the method in `speculative_config`; None is no method."""
+    method = None if config.speculation is None else config.speculation.method
+    if method not in supported:
         raise ConfigError(
-            f"max_cpu_loras must be at least max_loras, got {config.max_cpu_loras} and {config.max_loras}; raise it"
+            f"the method in speculative_config must be in {supported} with {option}, got {method!r}; drop one"
         )
-    for name in ("enable_dp_attention", "kv_eviction", "sparse_attention"):
-        if value := getattr(config, name):
-            raise ConfigError(f"{name} must be {getattr(type(config), name)} with enable_lora, got {value!r}; drop one")

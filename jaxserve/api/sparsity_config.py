@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 from jaxserve.api.option_values import read_options
 from jaxserve.api.schema import Schema, integer, one_of
 from jaxserve.errors import ConfigError
-
-if TYPE_CHECKING:
-    from jaxserve.api.config import EngineConfig
 
 COMPACTING = ("snapkv", "h2o")  # methods that choose among prompt tokens by their attention weights
 METHODS = ("streaming_llm", *COMPACTING)
@@ -94,26 +91,3 @@ def read_budget(kind: type[Budget], value: object) -> Budget | None:
         ConfigError: a key is not supported or missing, or a value is invalid.
     """
     return read_options(kind.option, kind, value)
-
-
-def check_sparsity(config: EngineConfig) -> None:
-    """Raise ConfigError for engine options that contradict `kv_eviction` or `sparse_attention`."""
-    eviction, chooses = config.eviction, config.sparsity is not None
-    if eviction is None and not chooses:
-        return
-    if eviction is not None and chooses:
-        raise ConfigError("kv_eviction must be None with sparse_attention, got both; drop one")
-    name = "sparse_attention" if eviction is None else "kv_eviction"
-    if (option := config.offloading_option) is not None:
-        raise ConfigError(f"{option} must be None with {name}, got {getattr(config, option)!r}; drop one")
-    if eviction is not None and eviction.method in COMPACTING and config.enable_dp_attention:
-        raise ConfigError(
-            f"enable_dp_attention must be False with the method {eviction.method!r} of kv_eviction, got True; drop one"
-        )
-    method = None if config.speculation is None else config.speculation.method
-    # Draft models and layers keep keys and values of their own; drafted tokens would share one choice of pages.
-    supported = (None,) if chooses else (None, "ngram", "medusa")
-    if method not in supported:
-        raise ConfigError(
-            f"the method in speculative_config must be in {supported} with {name}, got {method!r}; drop one"
-        )
