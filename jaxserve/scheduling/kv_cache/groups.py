@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxserve.scheduling.kv_cache.sparsity import AHEAD, UNLIMITED, Sparsity
+from jaxserve.scheduling.kv_cache.sparsity import AHEAD, LONGEST, Sparsity
 
 RELEASED = -1  # page id after a sequence has released a page that no later token sees
 
@@ -100,7 +100,7 @@ class KVGroups:
             num_prompt: number of prompt tokens.
         """
         if self.sparsity is None:
-            return UNLIMITED
+            return start + LONGEST
         return num_prompt if start < num_prompt else self.sparsity.row_end(start)
 
     def max_tokens(self, num_pages: int) -> int | None:

@@ -7,7 +7,6 @@ division into steps: a preempted request computes the same keys and values again
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,7 +21,6 @@ AHEAD = 4  # maximum tokens by which plans in flight run ahead of tokens known t
 MIN_CHOSEN_PAGES = 3  # the first, the latest, and one by its keys
 OBSERVED_TOKENS = 64  # latest prompt tokens by whose attention SnapKV chooses, as in the paper
 LONGEST = 1 << 30  # more tokens than any sequence has
-UNLIMITED = sys.maxsize  # end of a row that may have any number of tokens
 Index = Any  # index in a sequence: an int on the host, an array with one per row of a step on the device
 
 
