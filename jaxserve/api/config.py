@@ -320,14 +320,10 @@ class EngineConfig:
         return read_budget(EvictionConfig, self.kv_eviction)
 
     @property
-    def sparsity(self) -> SparseAttentionConfig | None:
-        """Budget for the pages that output tokens choose; None if they see all."""
-        return read_budget(SparseAttentionConfig, self.sparse_attention)
-
-    @property
     def page_budget(self) -> int | None:
         """Maximum tokens in the pages that an output token chooses; None if it sees all."""
-        return None if self.sparsity is None else self.sparsity.budget
+        choice = read_budget(SparseAttentionConfig, self.sparse_attention)
+        return None if choice is None else choice.budget
 
     @property
     def kv_events(self) -> KVEventsConfig | None:

@@ -63,7 +63,7 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
             f"kv_eviction with the method {config.eviction.method!r} needs a model with full attention and the same KV "
             f"heads in all layers, got {arch.architecture}; take 'streaming_llm'"
         )
-    if config.sparsity is not None and arch.pooler is not None:
+    if config.page_budget is not None and arch.pooler is not None:
         raise ConfigError(f"sparse_attention needs a model that generates, got {arch.architecture}; drop it")
     if config.count_expert_tokens and arch.experts is None:
         raise ConfigError(

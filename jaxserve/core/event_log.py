@@ -16,7 +16,7 @@ from typing import IO, Any, get_args
 
 from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig, read_budget
+from jaxserve.api.sparsity_config import EvictionConfig, read_budget
 from jaxserve.core.events import Added, Finished, ReplicaEvent, Scheduled, replay
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.request import LOGGED_FIELDS, FinishReason, Request
@@ -84,7 +84,6 @@ def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
     for name in ("windows", "tenant_weights", "targets"):
         sizes[name] = tuple(tuple(each) if isinstance(each, list) else each for each in sizes[name])
     sizes["eviction"] = read_budget(EvictionConfig, sizes.get("eviction"))
-    sizes["sparse_attention"] = read_budget(SparseAttentionConfig, sizes.get("sparse_attention"))
     schedule = ScheduleConfig(**sizes)
     return schedule, (event_from_json(json.loads(line)) for line in lines[1:] if line.endswith("\n"))
 

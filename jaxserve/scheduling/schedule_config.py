@@ -8,7 +8,7 @@ from functools import cached_property
 from jaxserve.api.config import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS, EngineConfig
 from jaxserve.api.option_values import read_targets, read_tenant_weights
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
-from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig
+from jaxserve.api.sparsity_config import EvictionConfig
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.kv_cache.groups import KVGroups
 from jaxserve.scheduling.kv_cache.sparsity import Sparsity, resolve_choice, resolve_eviction
@@ -43,7 +43,7 @@ class ScheduleConfig:
     windows: tuple[int | None, ...] = (None,)  # sliding window per KV group
     num_snapshots: int | None = None  # maximum state snapshots; None if no layer is recurrent
     eviction: EvictionConfig | None = None  # budget for a sequence's keys and values; None to keep all
-    sparse_attention: SparseAttentionConfig | None = None  # budget for the pages that output tokens see
+    page_budget: int | None = None  # maximum tokens in the pages that an output token chooses; None if it sees all
     tenant_weights: tuple[tuple[str, float], ...] = ()  # tenants with weights other than 1
     targets: tuple[tuple[int | None, float, float], ...] = ()  # per-class targets: see `Policy`
     max_drafts: int = 0  # maximum tokens that a row accepts per round; 0 without speculative decoding
@@ -55,7 +55,7 @@ class ScheduleConfig:
     max_loras: int = 0  # maximum LoRA adapters on the devices; 0 without adapters
 
     def __post_init__(self) -> None:
-        _ = self.sparsity
+        _ = self.sparsity  # checks the budget
         if self.max_num_batched_tokens < self.max_num_seqs:
             own = [size // self.num_data_shards for size in (self.max_num_batched_tokens, self.max_num_seqs)]
             raise ConfigError(
@@ -131,8 +131,8 @@ class ScheduleConfig:
         """Rule by which output tokens see fewer keys and values; None if they see all."""
         if self.eviction is not None:
             return resolve_eviction(self.eviction, self.page_size, self.max_model_len)
-        if self.sparse_attention is not None:
-            return resolve_choice(self.sparse_attention, self.page_size, self.max_model_len)
+        if self.page_budget is not None:
+            return resolve_choice(self.page_budget, self.page_size, self.max_model_len)
         return None
 
     @cached_property
@@ -286,7 +286,7 @@ def resolve_schedule(
         windows=windows,
         num_snapshots=default_snapshots(config, max_num_seqs) if has_states else None,
         eviction=config.eviction,
-        sparse_attention=config.sparsity,
+        page_budget=config.page_budget,
         tenant_weights=read_tenant_weights(config.tenant_weights),
         targets=read_targets(config.target_ttft_ms, config.target_itl_ms),
         max_drafts=config.speculation.max_drafts if config.speculation else 0,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig
+from jaxserve.api.sparsity_config import EvictionConfig
 from jaxserve.assembly.memory import tree_bytes
 from jaxserve.execution.batch import BatchLayout, CompactionLayout
 from jaxserve.execution.compaction import make_compact
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.deviceless
 BFLOAT16 = jnp.dtype("bfloat16")
 BACKENDS = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 OPTIONS = {
-    "quest": {"sparse_attention": SparseAttentionConfig("quest", 2048)},
+    "quest": {"page_budget": 2048},
     "streaming_llm": {"eviction": EvictionConfig("streaming_llm", 2048)},
     "snapkv": {"eviction": EvictionConfig("snapkv", 2048)},
 }
@@ -35,7 +35,7 @@ OPTIONS = {
 def test_decode_steps_and_compaction_work_in_place(targets, target, name):
     chip = targets(target).sheet.chip
     arch, backend = first_layers(read_model("llama-3.1-8b")[1], 4), BACKENDS[chip.platform]
-    arch = arch.with_page_budget(2048 if name == "quest" else None, 8192)
+    arch = arch.with_page_budget(OPTIONS[name].get("page_budget"), 8192)
     page_size = default_page_size(backend, Heads(8, 128), BFLOAT16)
     num_pages = 100_000 // page_size
     schedule = ScheduleConfig(64, 2048, 8192, page_size, num_pages, few_programs=True, **OPTIONS[name])

@@ -15,7 +15,7 @@ from jaxserve.api.sparsity_config import COMPACTING, NUM_DENSE_LAYERS
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig
+    from jaxserve.api.sparsity_config import EvictionConfig
 
 AHEAD = 4  # maximum tokens by which plans in flight run ahead of tokens known to be computed
 MIN_CHOSEN_PAGES = 3  # the first, the latest, and one by its keys
@@ -211,12 +211,12 @@ def _resolve_compaction(eviction: EvictionConfig, page_size: int, max_model_len:
     return Compaction(page_size, eviction.budget, block=block, observes_all=observes_all, window=window)
 
 
-def resolve_choice(sparse_attention: SparseAttentionConfig, page_size: int, max_model_len: int) -> Sparsity | None:
-    """Return the rule for a user's options, as `resolve_eviction` does."""
+def resolve_choice(budget: int, page_size: int, max_model_len: int) -> Sparsity | None:
+    """Return the rule for the budget of `sparse_attention`, as `resolve_eviction` does for its options."""
     least = MIN_CHOSEN_PAGES * page_size
-    if sparse_attention.budget < least:
+    if budget < least:
         raise ConfigError(
             f"the budget of sparse_attention must be at least {least} tokens, {MIN_CHOSEN_PAGES} pages, got "
-            f"{sparse_attention.budget}; raise it, or lower page_size, which is {page_size}"
+            f"{budget}; raise it, or lower page_size, which is {page_size}"
         )
-    return None if sparse_attention.budget >= max_model_len else Choice(page_size, sparse_attention.budget)
+    return None if budget >= max_model_len else Choice(page_size, budget)
