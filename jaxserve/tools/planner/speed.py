@@ -8,7 +8,8 @@ import numpy as np
 
 from jaxserve.api.metrics import PeakRates, split_time
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.registry import FlopCounts, flop_counts
+from jaxserve.models.family import FlopCounts
+from jaxserve.models.registry import flop_counts
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.step_costs import attention_cost
