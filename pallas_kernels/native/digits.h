@@ -455,7 +455,7 @@ void multiply_digits(const LinearProblem& p, const DigitGroups<Format>& groups,
     digits += num_words * Format::kChunks * Tokens * kChunkWords<D>;
     if (++index == groups.blocks) index = 0, ++group;
   }
-  if (range.end == groups.num_blocks()) return finish<Tokens, 1>(p, tile.first_token, panel, sums);
+  if (range.end == groups.num_blocks()) return finish_by_call<Tokens, 1>(p, tile.first_token, panel, sums);
   for (int t = 0; t < Tokens; ++t) {
     for (int v = 0; v < kVectors; ++v) store<W>(kept + (t * kVectors + v) * W, sums[t][v]);
   }

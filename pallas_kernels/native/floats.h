@@ -203,7 +203,7 @@ void multiply(const LinearProblem& p, const Tile& tile, int64_t panel) {
     accumulate<Format, true>(sums, from + num_first * kPanelRows, stride, num_last, tile.x + num_first * Tokens,
                              next_distance);
   }
-  finish<Tokens, Panels>(p, tile.first_token, panel, sums);
+  finish_by_call<Tokens, Panels>(p, tile.first_token, panel, sums);
 }
 
 // Columns of some panels as floats.
@@ -251,14 +251,14 @@ void multiply_block(const LinearProblem& p, const Tile& tile, ColumnBlock& block
     accumulate_block(sums, block, 0, block.num_columns, x);
   }
   if (block.first_column + block.num_columns == p.num_inputs) {
-    F<W> finished[Tokens][V];  // a copy: `finish` has loops
+    F<W> finished[Tokens][V];
     if (!Grouped && p.scales) {
       unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { finished[t][v] = F<W>{}; });
       add_group(finished, sums, GroupScales<V>(p, tile.group_sums != nullptr, 1, block.panel, 0), tile.group_sums);
     } else {
       unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { finished[t][v] = sums[t][v]; });
     }
-    finish<Tokens, Panels>(p, tile.first_token, block.panel, finished);
+    finish_copy<Tokens, Panels>(p, tile.first_token, block.panel, finished);
   } else {
     unrolled_pairs<Tokens, V>([&](int t, int v) NATIVE_INLINE { store<W>(kept + (t * V + v) * W, sums[t][v]); });
   }

@@ -170,6 +170,22 @@ inline NATIVE_INLINE void finish(const LinearProblem& p, int64_t first_token, in
   }
 }
 
+// `finish` as one function for all formats: inlined, it would be half of each kernel.
+template <int Tokens, int Panels>
+__attribute__((noinline)) void finish_copy(const LinearProblem& p, int64_t first_token, int64_t panel,
+                                           const F<NATIVE_WIDTH> (&sums)[Tokens][Panels * kVectors]) {
+  finish<Tokens, Panels>(p, first_token, panel, sums);
+}
+
+// Write y as `finish` does, by a call. Sums whose address the call took would not stay in registers, hence the copy.
+template <int Tokens, int Panels>
+inline NATIVE_INLINE void finish_by_call(const LinearProblem& p, int64_t first_token, int64_t panel,
+                                         const F<NATIVE_WIDTH> (&sums)[Tokens][Panels * kVectors]) {
+  F<NATIVE_WIDTH> copy[Tokens][Panels * kVectors];
+  unrolled_pairs<Tokens, Panels * kVectors>([&](int t, int v) NATIVE_INLINE { copy[t][v] = sums[t][v]; });
+  finish_copy<Tokens, Panels>(p, first_token, panel, copy);
+}
+
 inline float sum_of_squares(const float* x, int64_t size) {
   constexpr int W = NATIVE_WIDTH;
   F<W> sums = {};
