@@ -184,7 +184,8 @@ class ArchiveSources(sdist):
 
 def _defines(name: str, width: int, flags: list[str]) -> list[str]:
     plain = [f"-DNATIVE_PLAIN={PLAIN[name]}"] if name in PLAIN else []
-    return [f"-DNATIVE_ISA={name}", f"-DNATIVE_WIDTH={width}", *plain, *flags]
+    # Hidden, as only the handlers are called from outside: names would take a megabyte, and calls would be indirect.
+    return [f"-DNATIVE_ISA={name}", f"-DNATIVE_WIDTH={width}", "-fvisibility=hidden", *plain, *flags]
 
 
 def _handlers(sets: Iterable[str]) -> Unit:
