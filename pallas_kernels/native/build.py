@@ -42,8 +42,8 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mpre
 # one that a processor has is chosen when the library is loaded.
 BASELINE: tuple[int, list[str]] = (4, [])  # "generic"
 INSTRUCTION_SETS: dict[str, tuple[int, list[str]]] = {}
-# Sets with byte products, and the set whose attention they call.
-PLAIN = {"avxvnni": "avx2", "avx512vnni": "avx512", "amx": "avx512", "neondot": "generic"}
+# Sets that extend another one by products of bytes or tiles, and call its kernels for everything else.
+PLAIN = {"avxvnni": "avx2", "avx512vnni": "avx512", "amx": "avx512vnni", "neondot": "generic"}
 if platform.machine() in X86:
     INSTRUCTION_SETS |= {
         "avx2": (8, AVX2),
@@ -130,7 +130,7 @@ class BuildKernels(build_ext):
 
     def _built(self, name: str, compiled: Future[str], objects: Iterable[str]) -> str | None:
         if (plain := PLAIN.get(name, "generic")) not in objects:
-            self.warn(f"the native kernels are built without {name}, whose attention needs {plain}")
+            self.warn(f"the native kernels are built without {name}, which needs {plain}")
             return None
         try:
             return compiled.result()

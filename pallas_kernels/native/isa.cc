@@ -1,6 +1,6 @@
 // The kernels for one instruction set; the build defines its name, NATIVE_ISA, and the floats per vector, NATIVE_WIDTH.
-// Attention multiplies no bytes: with an extension that does, it is that of NATIVE_PLAIN, the set without. The build
-// names this one too, as the baseline of a compiler may have the extension.
+// With an extension that multiplies bytes or tiles, kernels that do neither, such as attention, are those of
+// NATIVE_PLAIN, the set without. The build names this one too, as the baseline of a compiler may have the extension.
 
 #include "linear.h"
 

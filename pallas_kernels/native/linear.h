@@ -131,15 +131,6 @@ void grouped_linear(Executor& executor, const GroupedProblem& p) {
   });
 }
 
-// Products of some tokens with words, by digits; many tokens by tiles if there are any, with the same results.
-template <typename Format>
-void linear_of_digits(Executor& executor, const LinearProblem& p) {
-#ifdef NATIVE_AMX_DIGITS
-  if (p.num_tokens >= kFewestTileDigits) return linear<TileDigits<Format>>(executor, p);
-#endif
-  linear<DigitTokens<Format>>(executor, p);
-}
-
 // Call use(tokens) with a null pointer to the type of the tokens for a format of weights and inputs.
 template <typename Use>
 void with_tokens(native::WeightFormat format, InputFormat inputs, const Use& use) {
@@ -156,11 +147,6 @@ void with_tokens(native::WeightFormat format, InputFormat inputs, const Use& use
   }
 }
 
-template <typename Format>
-void linear_of(Executor& executor, const LinearProblem& p, DigitTokens<Format>*) {
-  linear_of_digits<Format>(executor, p);
-}
-
 template <typename Tokens>
 void linear_of(Executor& executor, const LinearProblem& p, Tokens*) {
   linear<Tokens>(executor, p);
@@ -170,6 +156,33 @@ template <typename Tokens>
 void grouped_linear_of(Executor& executor, const GroupedProblem& p, Tokens*) {
   grouped_linear<Tokens>(executor, p);
 }
+
+#ifdef NATIVE_PLAIN
+// Float arithmetic is the same without products of bytes.
+template <typename Format>
+void linear_of(Executor& executor, const LinearProblem& p, PackedTokens<Format>*) {
+  native::NATIVE_PLAIN::kernels.linear(executor, p);
+}
+
+template <typename Format>
+void grouped_linear_of(Executor& executor, const GroupedProblem& p, PackedTokens<Format>*) {
+  native::NATIVE_PLAIN::kernels.grouped_linear(executor, p);
+}
+#endif
+
+#if defined(NATIVE_PLAIN) && defined(NATIVE_AMX_DIGITS)
+// Words meet tiles only with many tokens; the results are those of vectors.
+template <typename Format>
+void linear_of(Executor& executor, const LinearProblem& p, DigitTokens<Format>*) {
+  if (p.num_tokens >= kFewestTileDigits) return linear<TileDigits<Format>>(executor, p);
+  native::NATIVE_PLAIN::kernels.linear(executor, p);
+}
+
+template <typename Format>
+void grouped_linear_of(Executor& executor, const GroupedProblem& p, DigitTokens<Format>*) {
+  native::NATIVE_PLAIN::kernels.grouped_linear(executor, p);
+}
+#endif
 
 inline void linear_of_any_format(Executor& executor, const LinearProblem& p) {
   with_tokens(p.format, p.input_format, [&](auto* tokens) { linear_of(executor, p, tokens); });

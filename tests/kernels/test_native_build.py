@@ -93,7 +93,7 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(monkeypa
 
     sets = {"old": (8, ["-mold"]), "new": (8, ["-munknown"]), "old_bytes": (8, ["-mbytes"]), "new_bytes": (8, [])}
     monkeypatch.setattr(build, "INSTRUCTION_SETS", sets)
-    monkeypatch.setattr(build, "PLAIN", {"old_bytes": "old", "new_bytes": "new"})  # whose attention is not there
+    monkeypatch.setattr(build, "PLAIN", {"old_bytes": "old", "new_bytes": "new"})  # which is not there
     monkeypatch.setattr(build.BuildKernels, "_compile", compile_one)
     objects = build.BuildKernels(setuptools.Distribution({"name": "x"}))._compile_all()
     assert objects == ["ffi.o", "generic.o", "old.o", "old_bytes.o"]  # what every processor runs comes first
