@@ -47,7 +47,7 @@ constexpr int64_t kTilesPerThread = 4;  // minimum when rows would be joined to 
 constexpr int kGroup = 6;  // query vectors that the registers hold at once
 constexpr int kChunk = NATIVE_WIDTH == 16 ? 4 : 2;  // vectors of keys or values beside each query vector
 constexpr int64_t kFewGroups = 2;  // with more, computing takes longer than reading
-constexpr int64_t kSerialWrites = 16 << 10;               // elements; below, waking a thread costs more than it saves
+constexpr int64_t kSerialWrites = 4 << 10;  // elements; below, waking a thread costs more than it saves
 constexpr uint64_t kAllTokens = ~uint64_t{0};  // word of kBlockTokens bits
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
@@ -81,13 +81,19 @@ struct Block {
 // Working memory of one thread, reused from tile to tile.
 struct Scratch {
   std::vector<float> q, scores, sums, max_scores, weights;
+  std::vector<uint64_t> visible;  // a word per vector with a bit for each token of a block, set if the vector sees it
+  std::vector<float> largest;     // [vectors, W], the largest scores of a block by lane
+  std::vector<float> factors;     // by which a block multiplies each vector's sums
   std::vector<float> keys, values;  // [H, kBlockTokens] and [kBlockTokens, H]: a block of a narrow pool, keys of latents
   void resize(int64_t num_vectors, int64_t head_dim, int64_t width) {
     q.resize(num_vectors * head_dim);
     sums.resize(num_vectors * head_dim);
     scores.resize(num_vectors * kBlockTokens);
-    max_scores.resize(num_vectors);
+    max_scores.resize(num_vectors + width);
     weights.resize(num_vectors * width);
+    visible.resize(num_vectors);
+    largest.resize((num_vectors + width) * width);
+    factors.resize(num_vectors + width);
   }
 };
 
@@ -114,46 +120,55 @@ void score(const float* q, const Number* const* columns, Ahead<Number> ahead, in
         __builtin_prefetch(ahead.columns[c] + h * page_size);
       }
     });
-    unrolled_pairs<Vectors, Columns>([&](int v, int c) NATIVE_INLINE { sums[v][c] += q[v * head_dim + h] * k[c]; });
+    unrolled_pairs<Vectors, Columns>([&](int v, int c) NATIVE_INLINE {
+      sums[v][c] = fma<W>(all<W>(q[v * head_dim + h]), k[c], sums[v][c]);
+    });
   }
   unrolled_pairs<Vectors, Columns>([&](int v, int c) NATIVE_INLINE { store<W>(to + v * kBlockTokens + c * W, sums[v][c]); });
 }
 
-// Add the weighted values of some spans, from their element `first` on, to `Chunks` vectors of the sums of `Vectors`
-// queries.
+// Multiply `Chunks` vectors of the sums of `Vectors` queries by the queries' factors, and add the weighted values of some
+// spans, from their element `first` on.
 template <int W, typename Number, int Vectors, int Chunks>
-void accumulate(const float* weights, const Span<Number>* spans, int num_spans, int64_t first, int64_t head_dim,
-                float* sums) {
-  F<W> sum[Vectors][Chunks];
-  unrolled_pairs<Vectors, Chunks>([&](int v, int c) NATIVE_INLINE { sum[v][c] = load<W>(sums + v * head_dim + c * W); });
+void accumulate(const float* factors, const float* weights, const Span<Number>* spans, int num_spans, int64_t first,
+                int64_t head_dim, float* sums) {
+  F<W> sum[Vectors][Chunks];  // of the spans, so that no compiler merges the factors' multiplications with these
+  unrolled_pairs<Vectors, Chunks>([&](int v, int c) NATIVE_INLINE { sum[v][c] = F<W>{}; });
   for (int i = 0; i < num_spans; ++i) {
     const float* weight = weights + spans[i].first;
     const Number* values = spans[i].values + first;
     for (int64_t t = 0; t < spans[i].num_tokens; ++t) {
       F<W> value[Chunks];
       unrolled<Chunks>([&](int c) NATIVE_INLINE { value[c] = load<W>(values + t * head_dim + c * W); });
-      unrolled_pairs<Vectors, Chunks>([&](int v, int c) NATIVE_INLINE { sum[v][c] += weight[v * kBlockTokens + t] * value[c]; });
+      unrolled_pairs<Vectors, Chunks>([&](int v, int c) NATIVE_INLINE {
+        sum[v][c] = fma<W>(all<W>(weight[v * kBlockTokens + t]), value[c], sum[v][c]);
+      });
     }
   }
-  unrolled_pairs<Vectors, Chunks>([&](int v, int c) NATIVE_INLINE { store<W>(sums + v * head_dim + c * W, sum[v][c]); });
+  unrolled_pairs<Vectors, Chunks>([&](int v, int c) NATIVE_INLINE {
+    float* to = sums + v * head_dim + c * W;
+    store<W>(to, fma<W>(load<W>(to), all<W>(factors[v]), sum[v][c]));
+  });
 }
 
-// Functions indexed by the number of vectors, from 1 to kGroup.
+// Functions indexed by log2 of the number of columns or chunks, up to kChunk, and by the number of vectors, from 1 to
+// kGroup.
 template <int W, typename Number>
 struct ByVectors {
   using Score = void (*)(const float*, const Number* const*, Ahead<Number>, int64_t, int64_t, float*);
-  using Accumulate = void (*)(const float*, const Span<Number>*, int, int64_t, int64_t, float*);
-  template <bool Fetches, int... V>
+  using Accumulate = void (*)(const float*, const float*, const Span<Number>*, int, int64_t, int64_t, float*);
+  template <int Columns, bool Fetches, int... V>
   static constexpr std::array<Score, kGroup> scores(std::integer_sequence<int, V...>) {
-    return {score<W, Number, V + 1, kChunk, Fetches>...};
+    return {score<W, Number, V + 1, Columns, Fetches>...};
   }
   template <int Chunks, int... V>
   static constexpr std::array<Accumulate, kGroup> accumulates(std::integer_sequence<int, V...>) {
     return {accumulate<W, Number, V + 1, Chunks>...};
   }
   static constexpr auto all = std::make_integer_sequence<int, kGroup>{};
-  static constexpr std::array<Score, kGroup> score_of = scores<false>(all), fetching_score_of = scores<true>(all);
-  // Functions indexed by log2 of the number of chunks, up to kChunk, and by the number of vectors.
+  static constexpr std::array<Score, kGroup> fetching_score_of = scores<kChunk, true>(all);
+  static constexpr std::array<std::array<Score, kGroup>, 3> score_of = {
+      scores<1, false>(all), scores<2, false>(all), scores<kChunk, false>(all)};
   static constexpr std::array<std::array<Accumulate, kGroup>, 3> accumulate_of = {
       accumulates<1>(all), accumulates<2>(all), accumulates<kChunk>(all)};
 };
@@ -351,6 +366,11 @@ class Attention {
 
   void attend(const QueryTile& tile, int64_t kv_head) const {
     static thread_local Scratch scratch;
+    attend_in(tile, kv_head, scratch);
+  }
+
+  // Not inlined: the address of thread-local memory is looked up again at each use.
+  [[gnu::noinline]] void attend_in(const QueryTile& tile, int64_t kv_head, Scratch& scratch) const {
     int64_t num_vectors = 0;
     for (int64_t i = tile.first_part; i < tile.end_part; ++i) num_vectors += parts_[i].num_queries * group_;
     scratch.resize(num_vectors, p_.head_dim, W);
@@ -366,8 +386,9 @@ class Attention {
     for (int64_t block = 0; block < tile.num_shared; block += kBlockTokens) {
       const auto keys = find_block(parts_[tile.first_part].row, kv_head, block, block, block + kBlockTokens, scratch);
       const auto next = next_columns(parts_[tile.first_part].row, kv_head, block + kBlockTokens, tile.num_shared);
+      std::fill_n(scratch.visible.begin(), num_vectors, kAllTokens);
       score_block(keys, kBlockTokens, next, 0, num_vectors, scratch);
-      for (int64_t v = 0; v < num_vectors; ++v) absorb(keys, kAllTokens, v, scratch);
+      absorb(keys, kBlockTokens, 0, num_vectors, scratch);
       add_values(keys, 0, num_vectors, scratch);
     }
     vector = 0;
@@ -386,8 +407,11 @@ class Attention {
       const int64_t stop = std::min(end, start + kBlockTokens);
       const auto block = find_block(part.row, kv_head, start, std::max(start, first), stop, s);
       const auto next = next_columns(part.row, kv_head, start + kBlockTokens, end);
+      for (int64_t query = 0; query < part.num_queries; ++query) {
+        std::fill_n(s.visible.begin() + vector + query * group_, group_, visible_tokens(part, query, start));
+      }
       score_block(block, stop - start, next, vector, num_vectors, s);
-      for (int64_t v = 0; v < num_vectors; ++v) absorb(block, visible_tokens(part, v / group_, start), vector + v, s);
+      absorb(block, stop - start, vector, num_vectors, s);
       add_values(block, vector, num_vectors, s);
     }
   }
@@ -514,10 +538,10 @@ class Attention {
       float* q = &s.q[v * p_.head_dim];
       rotate(new_head(token, head), token, q);
       if constexpr (kIsInt4) hadamard(q, p_.head_dim);
-      for (int64_t h = 0; h < p_.head_dim; ++h) q[h] *= p_.scale * hadamard_factor();
+      for (int64_t h = 0; h < p_.head_dim; ++h) q[h] *= p_.scale * kLog2E * hadamard_factor();
       std::fill_n(&s.sums[v * p_.head_dim], p_.head_dim, 0.0f);
       std::fill_n(&s.weights[v * W], W, 0.0f);
-      s.max_scores[v] = p_.sinks ? p_.sinks[head] : kMinusInfinity;
+      s.max_scores[v] = p_.sinks ? p_.sinks[head] * kLog2E : kMinusInfinity;
       s.weights[v * W] = p_.sinks ? 1.0f : 0.0f;
     }
   }
@@ -528,65 +552,87 @@ class Attention {
     return {vector + first, end - first};
   }
 
-  // Score `num_vectors` vectors with the first `num_tokens` of a block; the scores after those are garbage. `next` are
-  // the columns to fetch meanwhile, if keys are read in place.
+  // Score `num_vectors` vectors with the first `num_tokens` of a block, in units of log2(e); the scores after those are
+  // garbage. `next` are the columns to fetch meanwhile, if keys are read in place.
   void score_block(const Block<W, Element, Key>& block, int64_t num_tokens, const Columns& next, int64_t vector,
                    int64_t num_vectors, Scratch& s) const {
-    const int64_t num_groups = (num_vectors + kGroup - 1) / kGroup;
-    for (int64_t first = 0; first < num_tokens; first += kChunk * W) {
+    const int64_t num_groups = (num_vectors + kGroup - 1) / kGroup, num_columns = columns_of(num_tokens);
+    const bool is_few = kInPlace && num_groups <= kFewGroups;
+    for (int64_t c = 0, columns; c < num_columns; c += columns) {
+      columns = is_few ? kChunk : chunks_at_once(num_columns - c);
       for (int64_t i = 0; i < num_groups; ++i) {
         const auto [v, size] = group_of(vector, num_vectors, i, num_groups);
-        const bool fetches = kInPlace && num_groups <= kFewGroups && i == 0;
-        const auto& by_vectors = fetches ? ByVectors<W, Key>::fetching_score_of : ByVectors<W, Key>::score_of;
-        const Ahead<Key> ahead{next.data() + first / W, page_elements_};
-        by_vectors[size - 1](&s.q[v * p_.head_dim], block.columns + first / W, ahead, key_stride_, p_.head_dim,
-                             &s.scores[v * kBlockTokens + first]);
+        const bool fetches = is_few && i == 0;
+        const auto& by_vectors = fetches ? ByVectors<W, Key>::fetching_score_of : ByVectors<W, Key>::score_of[columns / 2];
+        const Ahead<Key> ahead{next.data() + c, page_elements_};
+        by_vectors[size - 1](&s.q[v * p_.head_dim], block.columns + c, ahead, key_stride_, p_.head_dim,
+                             &s.scores[v * kBlockTokens + c * W]);
       }
     }
   }
 
-  // Turn one vector's scores of a block into weights and add them to its softmax; `tokens` has the bits of those seen.
-  void absorb(const Block<W, Element, Key>& block, uint64_t tokens, int64_t vector, Scratch& s) const {
+  static int64_t columns_of(int64_t num_tokens) { return (num_tokens + W - 1) / W; }
+
+  // Return the number of columns or chunks for one call.
+  static int64_t chunks_at_once(int64_t num_left) { return num_left >= kChunk ? kChunk : num_left >= 2 ? 2 : 1; }
+
+  // Turn the scores of a block's first `num_tokens` into weights, and add them to each vector's softmax. Tokens that a
+  // vector does not see change no bit: their weights are 0, and the factor of its sums is 1 if it sees none.
+  void absorb(const Block<W, Element, Key>& block, int64_t num_tokens, int64_t vector, int64_t num_vectors,
+              Scratch& s) const {
+    const int64_t num_columns = columns_of(num_tokens);
+    for (int64_t v = vector; v < vector + num_vectors; ++v) {
+      store<W>(&s.largest[v * W], finish_scores(block, num_columns, v, s));
+    }
+    for (int64_t v = 0; v < num_vectors; v += W) update_maxima(vector + v, num_vectors - v, s);
+    for (int64_t v = vector; v < vector + num_vectors; ++v) {
+      float* scores = &s.scores[v * kBlockTokens];
+      if (s.visible[v] == 0) {
+        std::fill_n(scores, num_columns * W, 0.0f);
+        continue;
+      }
+      F<W> total = {};
+      for (int64_t c = 0; c < num_columns; ++c) {
+        F<W> weight = exp2_of_negative<W>(load<W>(scores + c * W) - s.max_scores[v]);
+        total += weight;
+        if constexpr (kHasScales<Number>) weight *= load<W>(block.value_scales + c * W);
+        store<W>(scores + c * W, weight);
+      }
+      store<W>(&s.weights[v * W], fma<W>(load<W>(&s.weights[v * W]), all<W>(s.factors[v]), total));
+    }
+  }
+
+  // Finish a vector's scores of a block: multiply them by the keys' scales, cap them, and hide those that it does not
+  // see. Return the largest of each lane.
+  F<W> finish_scores(const Block<W, Element, Key>& block, int64_t num_columns, int64_t vector, Scratch& s) const {
+    const uint64_t visible = s.visible[vector];
     float* scores = &s.scores[vector * kBlockTokens];
-    if (tokens == 0) {
-      std::fill(scores, scores + kBlockTokens, 0.0f);
-      return;
+    if (!kHasScales<Number> && p_.soft_cap == 0 && visible == kAllTokens) {
+      F<W> largest = load<W>(scores);
+      for (int c = 1; c < kBlockTokens / W; ++c) largest = max<W>(largest, load<W>(scores + c * W));
+      return largest;
     }
-    constexpr int kColumns = kBlockTokens / W;
-    F<W> score[kColumns];
-    for (int c = 0; c < kColumns; ++c) {
-      score[c] = load<W>(scores + c * W);
-      if constexpr (kHasScales<Number>) score[c] *= load<W>(block.key_scales + c * W);
+    F<W> largest = all<W>(kMinusInfinity);
+    for (int64_t c = 0; c < num_columns; ++c) {
+      F<W> score = load<W>(scores + c * W);
+      if constexpr (kHasScales<Number>) score *= load<W>(block.key_scales + c * W);
+      if (p_.soft_cap > 0) score = capped(score);
+      const I<W> is_visible = (lane_bits() & static_cast<int32_t>(visible >> (c * W) & 0xffff)) != 0;
+      score = is_visible ? score : all<W>(kMinusInfinity);
+      store<W>(scores + c * W, score);
+      largest = max<W>(largest, score);
     }
-    if (p_.soft_cap > 0) {
-      for (int c = 0; c < kColumns; ++c) score[c] = capped(score[c]);
-    }
-    if (tokens != kAllTokens) {
-      for (int c = 0; c < kColumns; ++c) {
-        const I<W> visible = (lane_bits() & static_cast<int32_t>(tokens >> (c * W) & 0xffff)) != 0;
-        score[c] = visible ? score[c] : all<W>(kMinusInfinity);
-      }
-    }
-    F<W> largest = score[0];
-    for (int c = 1; c < kColumns; ++c) largest = max<W>(largest, score[c]);
-    const float max_score = std::max(s.max_scores[vector], max_lanes<W>(largest));
-    if (const float before = s.max_scores[vector]; before != max_score) {
-      rescale(exp_of_negative<4>(all<4>(before - max_score))[0], vector, s);
-    }
-    s.max_scores[vector] = max_score;
-    F<W> total = load<W>(&s.weights[vector * W]);
-    for (int c = 0; c < kColumns; ++c) {
-      F<W> weight = exp_of_negative<W>(score[c] - max_score);
-      total += weight;
-      if constexpr (kHasScales<Number>) weight *= load<W>(block.value_scales + c * W);
-      store<W>(scores + c * W, weight);
-    }
-    store<W>(&s.weights[vector * W], total);
+    return largest;
   }
 
-  void rescale(float factor, int64_t vector, Scratch& s) const {
-    store<W>(&s.weights[vector * W], load<W>(&s.weights[vector * W]) * factor);
-    for (int64_t h = 0; h < p_.value_dim; ++h) s.sums[vector * p_.head_dim + h] *= factor;
+  // Update the maxima of up to W vectors by a block's largest scores, and compute the factors of their sums.
+  static void update_maxima(int64_t vector, int64_t num_vectors, Scratch& s) {
+    F<W> rows[W];
+    for (int i = 0; i < W; ++i) rows[i] = load<W>(&s.largest[(vector + i) * W]);
+    const F<W> before = load<W>(&s.max_scores[vector]), found = max_of_each<W>(rows);
+    const F<W> largest = lane_numbers<W>() < static_cast<int32_t>(num_vectors) ? found : all<W>(kMinusInfinity);
+    store<W>(&s.max_scores[vector], largest > before ? largest : before);
+    store<W>(&s.factors[vector], exp2_of_negative<W>(largest > before ? before - largest : F<W>{}));
   }
 
   static I<W> lane_bits() {
@@ -595,22 +641,22 @@ class Attention {
     return bits;
   }
 
-  F<W> capped(const F<W>& score) const {  // soft_cap * tanh(score / soft_cap)
-    const F<W> x = score / p_.soft_cap;
+  F<W> capped(const F<W>& score) const {  // soft_cap * tanh(score / soft_cap), of scores in units of log2(e)
+    const F<W> x = score / (p_.soft_cap * kLog2E);
     const F<W> decay = exp_of_negative<W>((x < 0 ? x : -x) * 2.0f);
     const F<W> tanh_of_abs = (1.0f - decay) / (1.0f + decay);
-    return (x < 0 ? -tanh_of_abs : tanh_of_abs) * p_.soft_cap;
+    return (x < 0 ? -tanh_of_abs : tanh_of_abs) * (p_.soft_cap * kLog2E);
   }
 
   // Add the weighted values of a block's tokens.
   void add_values(const Block<W, Element, Key>& block, int64_t vector, int64_t num_vectors, Scratch& s) const {
     const int64_t H = p_.head_dim, V = p_.value_dim, num_groups = (num_vectors + kGroup - 1) / kGroup;
     for (int64_t h = 0, chunks; h < V; h += chunks * W) {  // outside, so that values stay in the first-level cache
-      chunks = V - h >= kChunk * W ? kChunk : V - h >= 2 * W ? 2 : 1;
+      chunks = chunks_at_once((V - h) / W);
       for (int64_t i = 0; i < num_groups; ++i) {
         const auto [v, size] = group_of(vector, num_vectors, i, num_groups);
         const auto accumulate = ByVectors<W, Element>::accumulate_of[chunks / 2][size - 1];
-        accumulate(&s.scores[v * kBlockTokens], block.spans, block.num_spans, h, H, &s.sums[v * H + h]);
+        accumulate(&s.factors[v], &s.scores[v * kBlockTokens], block.spans, block.num_spans, h, H, &s.sums[v * H + h]);
       }
     }
   }

@@ -213,6 +213,7 @@ inline F<W> fma(const F<W>& a, const F<W>& b, const F<W>& c) {
 #endif
 #ifdef __FMA__
   if constexpr (W == 8) return (F<W>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+  if constexpr (W == 4) return (F<W>)_mm_fmadd_ps((__m128)a, (__m128)b, (__m128)c);
 #endif
   return a * b + c;
 }
@@ -308,6 +309,38 @@ inline float max_lanes(const F<W>& x) {
   return fold_lanes<W>(x, [](const auto& a, const auto& b) { return a > b ? a : b; });
 }
 
+// Return each lane's index.
+template <int W>
+inline I<W> lane_numbers() {
+  I<W> numbers;
+  for (int i = 0; i < W; ++i) numbers[i] = i;
+  return numbers;
+}
+
+// Return every second lane from `First` on, first the lanes of `a`, then of `b`.
+template <int W, int First, int... Lane>
+inline NATIVE_INLINE F<W> every_second(const F<W>& a, const F<W>& b, std::integer_sequence<int, Lane...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, (2 * Lane + First)...);
+#else
+  return __builtin_shuffle(a, b, I<W>{(2 * Lane + First)...});
+#endif
+}
+
+// Return the largest lane of each vector; overwrites the vectors.
+template <int W>
+inline NATIVE_INLINE F<W> max_of_each(F<W> (&rows)[W]) {
+  constexpr auto kLanes = std::make_integer_sequence<int, W>{};
+  unrolled<4>([&](int level) NATIVE_INLINE {
+    unrolled<W / 2>([&](int i) NATIVE_INLINE {
+      if (i >= W >> (level + 1)) return;
+      const F<W> a = rows[2 * i], b = rows[2 * i + 1];
+      rows[i] = max<W>(every_second<W, 0>(a, b, kLanes), every_second<W, 1>(a, b, kLanes));
+    });
+  });
+  return rows[0];
+}
+
 // Return e^x for x <= 0 within 2 ulp, and 0 below the range of normal floats. Cody and Waite's reduction, then the
 // minimax polynomial of Cephes' expf.
 template <int W>
@@ -327,6 +360,33 @@ inline F<W> exp_of_negative(const F<W>& x) {
   const I<W> power = (bits_of<I<W>>(shifted) - bits_of<int32_t>(round_bias) + 127) << 23;
   const F<W> result = p * bits_of<F<W>>(power);
   return x < -87.0f ? F<W>{} : result;
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+// Return 2^x for x <= 0 within 2 ulp, 1 for 0, and 0 for -inf; below the range of normal floats 0 or a denormal. Minimax
+// polynomial on [-1/2, 1/2].
+template <int W>
+inline F<W> exp2_of_negative(const F<W>& x) {
+  const auto power = [](const F<W>& r) NATIVE_INLINE {
+    F<W> p = fma<W>(all<W>(1.326472731e-3f), r, all<W>(9.671512991e-3f));
+    p = fma<W>(p, r, all<W>(5.550733581e-2f));
+    p = fma<W>(p, r, all<W>(2.402224243e-1f));
+    p = fma<W>(p, r, all<W>(6.931470037e-1f));
+    return fma<W>(p, r, all<W>(1.0f));
+  };
+#ifdef __AVX512DQ__
+  if constexpr (W == 16) {
+    const F<W> r = (F<W>)_mm512_reduce_ps((__m512)x, 0);  // x minus the nearest integer
+    return (F<W>)_mm512_scalef_ps((__m512)power(r), (__m512)(x - r));
+  }
+#endif
+  const float round_bias = 12582912.0f;  // as in `exp_of_negative`; the shift below drops its own bits
+  const F<W> clamped = x < -126.0f ? all<W>(-126.0f) : x;  // written so that a NaN stays a NaN
+  const F<W> shifted = clamped + round_bias;
+  const F<W> p = power(clamped - (shifted - round_bias));
+  const F<W> result = bits_of<F<W>>(bits_of<I<W>>(p) + (bits_of<I<W>>(shifted) << 23));
+  return x < -126.0f ? F<W>{} : result;
 }
 
 // Return x / (1 + e^-x) without overflow.
