@@ -9,16 +9,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import jax
+from jax import Array
+from jax.typing import DTypeLike
 
 ATTENTION = "jaxserve_attention"
 LINEAR = "jaxserve_linear"
 GROUPED_LINEAR = "jaxserve_grouped_linear"
-ABI = 14  # version of the calls' signatures and of packed weights; ffi.cc has the same number
+ZEROS = "jaxserve_zeros"
+ABI = 15  # version of the calls' signatures and of packed weights; ffi.cc has the same number
 
 _DIRECTORY = Path(__file__).parent
 _LIBRARY = _DIRECTORY / "_kernels.so"
@@ -35,11 +38,17 @@ def unavailable() -> str | None:
         library = _library()
         if (built := library.jaxserve_native_abi()) != ABI:
             return f"the native kernels are of version {built}, not {ABI}; reinstall the package"
-        for name in (ATTENTION, LINEAR, GROUPED_LINEAR):
+        for name in (ATTENTION, LINEAR, GROUPED_LINEAR, ZEROS):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         return f"the native kernels do not load, reinstall the package: {error}"
     return None
+
+
+def zeros(shape: Sequence[int], dtype: DTypeLike) -> Array:
+    """Return zeros on a CPU; the system provides a large array's memory when it is written."""
+    result: Array = jax.ffi.ffi_call(ZEROS, jax.ShapeDtypeStruct(shape, dtype))()
+    return result
 
 
 def instruction_sets() -> list[str]:

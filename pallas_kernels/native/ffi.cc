@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <iterator>
 #include <optional>
 #include <vector>
@@ -11,6 +12,9 @@
 #endif
 #ifdef NATIVE_HAS_amx
 #include <sys/syscall.h>
+#endif
+#ifdef __linux__
+#include <sys/mman.h>
 #include <unistd.h>
 #endif
 #ifdef NATIVE_HAS_neondot
@@ -346,10 +350,39 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   return ffi::Error::Success();
 }
 
+constexpr size_t kMinLazyBytes = size_t{1} << 22;  // smaller arrays are written: allocators reuse their memory
+
+// Fill an array with zeros. Linux drops the pages of a large one, so that reading them gives zeros and writing them takes
+// memory; other systems, and memory that is locked or shared, have them written.
+void fill_with_zeros(void* data, size_t num_bytes) {
+  char* begin = static_cast<char*>(data);
+#ifdef __linux__
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<uintptr_t>(begin);
+  const size_t head = (page - address % page) % page, tail = (address + num_bytes) % page;
+  if (num_bytes >= kMinLazyBytes) {
+    char* first = begin + head;
+    const size_t whole = num_bytes - head - tail;
+    if (madvise(first, whole, MADV_DONTNEED) == 0) {
+      madvise(first, whole, MADV_HUGEPAGE);  // fewer faults; systems without huge pages refuse it
+      std::memset(begin, 0, head);
+      std::memset(first + whole, 0, tail);
+      return;
+    }
+  }
+#endif
+  std::memset(begin, 0, num_bytes);
+}
+
+ffi::Error run_zeros(ffi::Result<ffi::AnyBuffer> out) {
+  fill_with_zeros(out->untyped_data(), out->size_bytes());
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 // Version of the calls' signatures and of packed weights; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 14; }
+extern "C" int jaxserve_native_abi() { return 15; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -411,3 +444,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_grouped_linear, run_grouped_linear,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_zeros, run_zeros, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Heads, KVKind, Latents
@@ -188,6 +189,11 @@ class Backend(ABC):
     splits_pages: ClassVar[bool] = False
     gathers_table: ClassVar[bool] = False
     expands_latents: ClassVar[bool] = False
+
+    @staticmethod
+    def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return a new pool array."""
+        return jnp.zeros(shape, dtype)
 
     @abstractmethod
     def unsupported_reason(self, problem: Problem) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels import native
@@ -30,6 +31,11 @@ class Native(Backend):
     layout = TransposedKeys
     splits_pages = True
     expands_latents = True
+
+    @staticmethod
+    def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        """Return a new pool array; the system provides its memory when it is written."""
+        return jnp.zeros(shape, dtype) if native.unavailable() else native.zeros(shape, dtype)
 
     def unsupported_reason(self, problem: Problem) -> str | None:
         """Return why the C++ kernel cannot run a problem (platform, library, pool dtype, sizes); None if it can."""

@@ -73,10 +73,10 @@ def new_pages(
       page_size: tokens per page.
       dtype: pool dtype, such as bfloat16, int8 or int4.
     """
-    layout, dims = layout_for(backend_named(backend), kind, dtype), PoolDims(num_layers, num_pages, page_size)
-    dtype = jnp.dtype(dtype)
-    values = jnp.zeros(layout.kv_shape(dims), array_dtype(dtype))
-    return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), SCALE_DTYPE)) if has_scales(dtype) else values
+    user, dims, dtype = backend_named(backend), PoolDims(num_layers, num_pages, page_size), jnp.dtype(dtype)
+    layout = layout_for(user, kind, dtype)
+    values = user.zeros(layout.kv_shape(dims), array_dtype(dtype))
+    return QuantizedPages(values, user.zeros(layout.scale_shape(dims), SCALE_DTYPE)) if has_scales(dtype) else values
 
 
 def to_canonical(backend: str, kv_pages: Pages, kind: KVKind) -> Pages:

@@ -1,4 +1,4 @@
-"""Division of a step's new tokens into query tiles, in which some tokens of one row attend together."""
+"""Query tiles for a step's new tokens, in which some tokens from one row attend together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def range_index(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "
     """Return for each element of x which of n consecutive ranges contains it, n if none does.
 
     Args:
-        ends: end of each range, which is the start of the next one; the first range starts at 0.
+        ends: each range's end, which is the next one's start; the first range starts at 0.
         x: elements, not negative.
     """
     return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)

@@ -12,7 +12,7 @@ MAX_NODES = 32  # bits per word
 
 
 def tree_starts(rows: RaggedRows) -> Int32[Array, "R"]:
-    """Return the position of each row's first token that may be a draft-tree node: one of its last 32 new tokens."""
+    """Return the position of each row's first token that may be a draft-tree node: it is among the last 32 new ones."""
     return rows.kv_lens - jnp.minimum(rows.live_q_lens(), MAX_NODES)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
     AttentionInputs,
@@ -155,3 +156,13 @@ def test_pages_for_larger_heads_are_several_of_smaller_ones(backend):
         np.testing.assert_array_equal(pool.reshape(own.shape), written)
     with pytest.raises(ValueError, match="a page must be 3 pages of 1 kv heads of 8, got a pool of shape"):
         attend(inputs, pool, num_parts=3)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason="needs the kernels")
+@pytest.mark.parametrize("num_bytes", [7, (5 << 20) + 13, 40 << 20])  # written, and dropped by the system twice
+def test_zeros_in_memory_that_was_written_before(num_bytes):
+    fill = jax.jit(lambda x: x + jnp.uint8(3), donate_argnums=0)
+    for _ in range(3):  # the allocator reuses the memory of the arrays before
+        zeros = native.zeros((num_bytes,), jnp.uint8)
+        assert not np.asarray(zeros).any()
+        assert (np.asarray(fill(zeros)) == 3).all()

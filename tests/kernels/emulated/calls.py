@@ -218,8 +218,13 @@ def solve_attention(
     ]
 
 
+def solve_zeros(machine: Machine, result: Any, attributes: dict[str, Any]) -> np.ndarray:
+    return np.zeros(result.shape, result.dtype)
+
+
 SOLVERS = {
     native.LINEAR: solve_linear,
     native.GROUPED_LINEAR: solve_grouped,
     native.ATTENTION: solve_attention,
+    native.ZEROS: solve_zeros,
 }
