@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, as factors by module.
+"""LoRA adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, as tensors by module.
 
 Every tensor in the file belongs to a module, or the adapter is refused: an adapter never silently does nothing.
 Tensor names decide which modules are adapted; `target_modules` may name modules that the model lacks.
@@ -25,15 +25,27 @@ from jaxserve.weights.torch_tensors import from_torch
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
 _PREFIX = "base_model.model."
-_TENSOR = re.compile(r"(?P<module>.+)\.(?P<kind>lora_[AB])(?:\.default)?\.(?P<leaf>weight)")
-_KINDS = {"lora_A": "a", "lora_B": "b"}
+_MODULE, _NAME = r"(?P<module>.+)", r"(?:\.default)?"
+# Tensor names, by the field of `_Tensors`; a name without a match of the others may be a whole matrix.
+_TENSORS = {
+    "a": re.compile(rf"{_MODULE}\.lora_A{_NAME}\.weight"),
+    "b": re.compile(rf"{_MODULE}\.lora_B{_NAME}\.weight"),
+    "table_a": re.compile(rf"{_MODULE}\.lora_embedding_A{_NAME}"),
+    "table_b": re.compile(rf"{_MODULE}\.lora_embedding_B{_NAME}"),
+    "bias": re.compile(rf"{_MODULE}\.lora_B{_NAME}\.bias"),
+    "magnitude": re.compile(rf"{_MODULE}\.lora_magnitude_vector{_NAME}(?:\.weight)?"),
+    "base": re.compile(rf"{_MODULE}\.base_layer\.weight"),
+    "whole": re.compile(
+        rf"(?P<module>(?:(?!\.lora_|\.token_adapter|_layer\b).)+?)(?:\.modules_to_save{_NAME})?\.weight"
+    ),
+}
+_WRAPPERS = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # torch's, of no effect
+_VECTORS = ("bias", "magnitude")
 _MAX_RANK = 4096
 # Configuration values under which a module's output is W x + scale * B A x, by key; absent keys are neutral.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
-    "use_dora": (False, None),
-    "lora_bias": (False, None),
-    "modules_to_save": (None, []),
+    "ensure_weight_tying": (False, None),
     "trainable_token_indices": (None, [], {}),
     "target_parameters": (None, []),
     "layer_replication": (None, []),
@@ -50,22 +62,35 @@ _CHANGING_BASE = re.compile("(?i)pissa.*|olora|corda.*|loftq|lora_ga")
 
 
 class AdapterModule(NamedTuple):
-    """One module's factors: its output gains `scale * (x @ a.T) @ b.T`.
+    """One module's factors: its output gains `scale * (x @ a.T @ b.T + bias)`.
+
+    An embedding's inputs are token ids: `a` has a column for each.
 
     Attributes:
         a: first factor [rank, in].
         b: second factor [out, rank].
-        scale: factor on the product.
+        scale: factor on the sum.
+        bias: further term of the second matmul [out]; None without it.
+        magnitude: norms of the adapted matrix's rows [out] (DoRA); None to leave them.
+        is_table: True for an embedding.
     """
 
     a: NDArray[Any]
     b: NDArray[Any]
     scale: float
+    bias: NDArray[Any] | None = None
+    magnitude: NDArray[Any] | None = None
+    is_table: bool = False
 
     @property
     def rank(self) -> int:
         """Number of rows in the first factor."""
         return int(self.a.shape[0])
+
+    @property
+    def arrays(self) -> list[NDArray[Any]]:
+        """All arrays that the module has."""
+        return [x for x in (self.a, self.b, self.bias, self.magnitude) if x is not None]
 
 
 @dataclass(frozen=True)
@@ -74,18 +99,24 @@ class AdapterFile:
 
     Attributes:
         modules: factors by module name, such as "model.layers.0.self_attn.q_proj".
+        whole: matrices that replace modules, by name.
+        base: shapes of the base model's matrices that the file repeats, by module name; PEFT saves embeddings.
         digest: hash over everything that determines its outputs.
         invocation: token ids from whose last occurrence in a prompt on it applies (aLoRA); empty if it always does.
     """
 
     modules: dict[str, AdapterModule]
+    whole: dict[str, NDArray[Any]]
+    base: dict[str, tuple[int, ...]]
     digest: str
     invocation: tuple[int, ...]
 
     @property
     def is_zero(self) -> bool:
-        """True if all second factors are zero, so that the adapter has no effect."""
-        return not any(np.any(module.b) for module in self.modules.values())
+        """True if the adapter has no effect: all second factors and biases are zero."""
+        terms = [x for each in self.modules.values() for x in (each.b, each.bias) if x is not None]
+        scaled = any(each.magnitude is not None for each in self.modules.values())
+        return not (self.whole or scaled or any(map(np.any, terms)))
 
 
 def read_adapter(directory: str | os.PathLike[str]) -> AdapterFile:
@@ -118,30 +149,35 @@ def make_adapter(config: Mapping[str, Any], tensors: Mapping[str, Any], where: s
         where: their source, for messages.
     """
     _check_config(config, where)
-    factors: dict[str, dict[str, NDArray[Any]]] = {}
+    tensors_by_module: dict[str, dict[str, NDArray[Any]]] = {}
     unknown: list[str] = []
     for name in tensors:
-        found = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
+        bare = _WRAPPERS.sub("", name).removeprefix(_PREFIX)
+        matches = ((kind, pattern.fullmatch(bare)) for kind, pattern in _TENSORS.items())
+        kind, found = next(((kind, match) for kind, match in matches if match), ("", None))
         if found is None:
             unknown.append(name)
             continue
         array = np.asarray(from_torch(tensors[name]))
-        _check_floats(name, array, where)
-        kind, pair = _KINDS[found["kind"]], factors.setdefault(found["module"], {})
-        if kind in pair:
-            raise CheckpointError(f"{where}: each factor must be given once, got {name} under another name, too")
-        pair[kind] = array
+        _check_floats(name, array, where, 1 if kind in _VECTORS else 2)
+        own = tensors_by_module.setdefault(found["module"], {})
+        if kind in own:
+            raise CheckpointError(f"{where}: each tensor must be given once, got {name} under another name, too")
+        own[kind] = array
     if unknown:
         raise CheckpointError(
-            f"{where}: each tensor must be a module's lora_A or lora_B weight, got {listed(unknown)}; other "
-            "tensors are not supported"
+            f"{where}: each tensor must be a module's lora_A, lora_B, lora_embedding_A, lora_embedding_B or "
+            f"lora_magnitude_vector, or its whole weight, got {listed(unknown)}; other tensors are not supported"
         )
-    if not factors:
+    if not tensors_by_module:
         raise CheckpointError(f"{where} must have tensors, got none")
     scales = _Scales(config, where)
-    modules = {name: _module(name, pair, scales, where) for name, pair in factors.items()}
+    base = {name: own.pop("base").shape for name, own in tensors_by_module.items() if "base" in own}
+    whole = {name: own.pop("whole") for name, own in tensors_by_module.items() if "whole" in own}
+    modules = {name: _module(name, own, scales, where) for name, own in tensors_by_module.items() if own}
+    _check_features(config, modules, whole, where)
     invocation = _invocation(config, where)
-    return AdapterFile(modules, _digest(modules, invocation), invocation)
+    return AdapterFile(modules, whole, base, _digest(modules, whole, invocation), invocation)
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> None:
@@ -162,12 +198,37 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _check_floats(name: str, array: NDArray[Any], where: str) -> None:
-    """Raise CheckpointError unless a tensor is a matrix with finite floats."""
+def _check_features(
+    config: Mapping[str, Any], modules: Mapping[str, AdapterModule], whole: Mapping[str, Any], where: str
+) -> None:
+    """Raise CheckpointError if the configuration has features without their tensors, or the other way round."""
+    factors = [(name, each) for name, each in modules.items() if not each.is_table]
+    for key, tensor in (("use_dora", "magnitude"), ("lora_bias", "bias")):
+        wanted = bool(config.get(key))
+        for name, each in factors:
+            if (getattr(each, tensor) is not None) != wanted:
+                stored = {"magnitude": "lora_magnitude_vector", "bias": "a bias in lora_B"}[tensor]
+                raise CheckpointError(
+                    f"{where}: modules must have {stored} exactly if {CONFIG} has {key}, got {key} {wanted} and "
+                    f"{name} {'without' if wanted else 'with'} it"
+                )
+    if config.get("use_dora") and config.get("lora_bias"):
+        raise CheckpointError(f"{where}: use_dora and lora_bias must not both be set, as in PEFT; train with one")
+    saved = config.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise CheckpointError(f"{where}: modules_to_save must be a list of names, got {saved!r}")
+    for name in saved:
+        if not any(module == name or module.endswith(f".{name}") for module in whole):
+            raise CheckpointError(f"{where}: modules_to_save must have their weights in {TENSORS}, got none of {name}")
+
+
+def _check_floats(name: str, array: NDArray[Any], where: str, ndim: int) -> None:
+    """Raise CheckpointError unless a tensor is a matrix or vector, as `ndim` requires, with finite floats."""
     is_float = array.dtype.kind == "f" or array.dtype.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")
-    if array.ndim != 2 or not is_float or not array.size:
+    if array.ndim != ndim or not is_float or not array.size:
+        shape = "matrix" if ndim == 2 else "vector"
         raise CheckpointError(
-            f"{where}: {name} must be a float matrix, got shape {list(array.shape)} of {array.dtype.name}"
+            f"{where}: {name} must be a float {shape}, got shape {list(array.shape)} of {array.dtype.name}"
         )
     if not np.isfinite(array.astype(np.float32)).all():
         raise CheckpointError(f"{where}: {name} must be finite, got infinities or NaNs")
@@ -226,17 +287,28 @@ class _Scales:
         return float(value)
 
 
-def _module(name: str, pair: Mapping[str, NDArray[Any]], scales: _Scales, where: str) -> AdapterModule:
+def _module(name: str, own: Mapping[str, NDArray[Any]], scales: _Scales, where: str) -> AdapterModule:
     """Return a module's factors; CheckpointError if one is missing or their shapes do not fit each other."""
-    if missing := [kind for kind, key in _KINDS.items() if key not in pair]:
-        raise CheckpointError(f"{where}: {name} must have both lora_A and lora_B, got no {missing[0]}")
-    a, b = pair["a"], pair["b"]
+    is_table = "table_a" in own or "table_b" in own
+    prefix, first, second = ("lora_embedding_", "table_a", "table_b") if is_table else ("lora_", "a", "b")
+    for key, letter in ((first, "A"), (second, "B")):
+        if key not in own:
+            both = f"{prefix}A and {prefix}B"
+            raise CheckpointError(f"{where}: {name} must have both {both}, got no {prefix}{letter}")
+    if others := set(own) - {first, second, *_VECTORS}:
+        raise CheckpointError(f"{where}: {name} must have one pair of factors, got {listed(sorted(others))}, too")
+    a, b = own[first], own[second]
     if a.shape[0] != b.shape[1] or a.shape[0] > _MAX_RANK:
         raise CheckpointError(
             f"{where}: the factors of {name} must be [rank, in] and [out, rank] with a rank of at most {_MAX_RANK}, "
             f"got {list(a.shape)} and {list(b.shape)}"
         )
-    return AdapterModule(a, b, scales.scale(name, a.shape[0]))
+    for key in _VECTORS:
+        if key in own and own[key].shape != b.shape[:1]:
+            raise CheckpointError(
+                f"{where}: the {key} of {name} must have {b.shape[0]} elements, got {own[key].shape[0]}"
+            )
+    return AdapterModule(a, b, scales.scale(name, a.shape[0]), own.get("bias"), own.get("magnitude"), is_table)
 
 
 def _invocation(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
@@ -247,13 +319,17 @@ def _invocation(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _digest(modules: Mapping[str, AdapterModule], invocation: tuple[int, ...]) -> str:
-    """Return a hash over all names, scales, factors and invocation tokens."""
+def _digest(
+    modules: Mapping[str, AdapterModule], whole: Mapping[str, NDArray[Any]], invocation: tuple[int, ...]
+) -> str:
+    """Return a hash over all names, scales, arrays and invocation tokens."""
     state = hashlib.blake2b(json.dumps(invocation).encode(), digest_size=16, person=b"lora")
-    for name in sorted(modules):
-        a, b, scale = modules[name]
-        state.update(json.dumps([name, scale, a.dtype.name, a.shape, b.dtype.name, b.shape]).encode())
-        for array in (a, b):
+    parts: list[tuple[str, float | None, list[NDArray[Any]]]]
+    parts = [(name, each.scale, each.arrays) for name, each in modules.items()]
+    parts += [(name, None, [array]) for name, array in whole.items()]
+    for name, scale, arrays in sorted(parts, key=lambda part: (part[0], part[1] is None)):
+        state.update(json.dumps([name, scale, [(x.dtype.name, x.shape) for x in arrays]]).encode())
+        for array in arrays:
             state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return state.hexdigest()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,11 +11,22 @@ from typing import Any, no_type_check
 
 from jaxserve.api.chat_options import ChatOptions, read_template
 from jaxserve.api.kv_events_config import KVEventsConfig
+from jaxserve.api.lora_request import LORA_EXTRAS
 from jaxserve.api.option_checks import check_combinations
 from jaxserve.api.option_values import read_object, read_targets, read_tenant_weights
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
-from jaxserve.api.schema import PATH, SWITCH, FieldType, Schema, integer, number, one_of, unknown_names_message
+from jaxserve.api.schema import (
+    PATH,
+    SWITCH,
+    FieldType,
+    Schema,
+    integer,
+    list_of,
+    number,
+    one_of,
+    unknown_names_message,
+)
 from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig, read_budget
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.errors import ConfigError
@@ -172,6 +183,9 @@ class EngineConfig:
         max_loras: maximum adapters on the devices, in memory allocated at the start. Requests with others wait until a
             slot has no rows; then the adapter that started least often of late is replaced, which compiles nothing.
         max_lora_rank: maximum rank of adapters. Smaller ranks take the same memory and time.
+        lora_extras: features of adapters, beyond factors of the layers' matrices, that have memory in each slot:
+            "embeddings" for factors of embedding and output projection, "modules_to_save" for whole matrices in their
+            place, "lora_bias" for biases.
         max_cpu_loras: maximum adapters in host memory, at least `max_loras`, beyond which only those of unfinished
             requests are kept; the least recently used others are read from their directories again. None keeps all.
         engine_process: run scheduler and model in a separate process; this one keeps tokenizer, texts and HTTP. Steps
@@ -241,6 +255,7 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: int = 1
     max_lora_rank: int = 16
+    lora_extras: Sequence[str] = ()
     max_cpu_loras: int | None = None
     engine_process: bool = False
     kv_events_config: str | Mapping[str, Any] | KVEventsConfig | None = None
@@ -261,6 +276,7 @@ class EngineConfig:
         vars(self)["speculative_config"] = SpeculationConfig.from_value(self.speculative_config)
         vars(self)["kv_eviction"] = read_budget(EvictionConfig, self.kv_eviction)
         vars(self)["sparse_attention"] = read_budget(SparseAttentionConfig, self.sparse_attention)
+        vars(self)["lora_extras"] = tuple(self.lora_extras)
         vars(self)["kv_events_config"] = KVEventsConfig.from_value(self.kv_events_config)
         check_combinations(self)
 
@@ -399,6 +415,7 @@ _SCHEMA = Schema(
         "kv_offloading_size": number(0).optional(),
         "kv_offloading_disk_size": number(0, excludes_low=True),
         "seed": integer(0, 2**32 - 1).optional(int),
+        "lora_extras": list_of(one_of(LORA_EXTRAS), f"a list with some of {list(LORA_EXTRAS)}"),
         "linear_backend": one_of(("auto", "xla")),
         "multi_step": FieldType(
             f"'auto' or {_FIXED_STEPS.words}",

@@ -64,7 +64,7 @@ def _check_sparsity(config: EngineConfig) -> None:
 def _check_adapters(config: EngineConfig) -> None:
     """Check options about LoRA adapters."""
     if not config.enable_lora:
-        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+        for name in ("max_loras", "max_lora_rank", "lora_extras", "max_cpu_loras"):
             if (value := getattr(config, name)) != getattr(type(config), name):
                 raise ConfigError(f"{name} needs enable_lora, got {value!r} without it; drop it, or set enable_lora")
         return

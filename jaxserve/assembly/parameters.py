@@ -270,6 +270,7 @@ def adapter_layout(config: EngineConfig, arch: ArchConfig, *, platform: str | No
         dtype=dtype.name,
         is_native=not_packed(config, plain.FORMAT, dtype, platform) is None,
         is_scanned=platform == "tpu" and decoder.can_scan(arch),
+        extras=tuple(config.lora_extras),
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, no_type_check
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.execution.batch import BatchLayout, StepBatch
@@ -188,7 +188,7 @@ def plain_round(
     state, logits, hidden = compute_tokens(params, state, batch, rows, tokens, model, observe)
     state, sampled = sample_rows(state, batch, rows, tokens, logits, model)
     with jax.named_scope("logprobs"):
-        logprobs, prompt_logprobs = step_logprobs(params, batch, rows, tokens, logits, sampled, hidden, model)
+        logprobs, prompt_logprobs = step_logprobs(params, state, batch, rows, tokens, logits, sampled, hidden, model)
     counted = jnp.stack([rows.samples.astype(jnp.int32), sampled], axis=1)
     return state, StepOutput(counted, logprobs[:, None], prompt_logprobs)
 
@@ -219,10 +219,41 @@ def compute_tokens(
     if observe is not None:
         with jax.named_scope("observe"):
             state = dataclasses.replace(state, draft=observe(state, rows, tokens.token_ids, observed))
-    logits = decoder.compute_logits(
-        params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED), batch.num_rows
-    )
-    return state, logits, hidden
+    last = rows.cu_q_lens[1:] - 1
+    slots = adapter_slots(state, rows, tokens)
+    if slots is not None:
+        slots = jnp.where(rows.q_lens > 0, slots.at[last].get(**CLIPPED), 0)
+    return state, token_logits(params, state, hidden.at[last].get(**CLIPPED), slots, model, batch.num_rows), hidden
+
+
+def adapter_slots(state: ServeState, rows: Rows, tokens: Tokens) -> Int[Array, " T"] | None:
+    """Return the tokens' adapter slots, 0 for the base model and for padding; None without adapters."""
+    if state.adapters is None:
+        return None
+    slot = rows.slot.at[tokens.row].get(**CLIPPED)
+    return jnp.where(tokens.live, state.sequences.adapter(slot, tokens.history), 0)
+
+
+def token_logits(
+    params: Params,
+    state: ServeState,
+    hidden: Float[Array, "N D"],
+    slots: Int[Array, " N"] | None,
+    model: Model,
+    num_live: Int[Array, ""] | None = None,
+) -> Float[Array, "N V"]:
+    """Return the logits of some tokens.
+
+    Args:
+        params: the model's parameters.
+        state: device state, which has the adapters.
+        hidden: the tokens' hidden states.
+        slots: their adapter slots; None without adapters.
+        model: static parameters.
+        num_live: number of tokens before all padding; None if all may be live.
+    """
+    adapters = None if slots is None else TokenAdapters.from_slots(slots, model.num_adapters)
+    return decoder.compute_logits(with_adapters(params, state.adapters), model.arch, hidden, num_live, adapters)
 
 
 def sample_rows(
@@ -291,10 +322,8 @@ def run_model(
         model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows, choosing=choosing
     )
     slot = rows.slot.at[tokens.row].get(**CLIPPED)
-    adapters = None
-    if state.adapters is not None:
-        adapter = state.sequences.adapter(slot, tokens.history)
-        adapters = TokenAdapters.from_slots(jnp.where(tokens.live, adapter, 0), model.num_adapters)
+    slots = adapter_slots(state, rows, tokens)
+    adapters = None if slots is None else TokenAdapters.from_slots(slots, model.num_adapters)
     context = TokenContext(
         tokens.position,
         attention,
@@ -329,6 +358,7 @@ def with_counts(state: ServeState, output: StepOutput) -> tuple[ServeState, Step
 
 def step_logprobs(
     params: Params,
+    state: ServeState,
     batch: StepBatch,
     rows: Rows,
     tokens: Tokens,
@@ -345,6 +375,7 @@ def step_logprobs(
 
     Args:
         params: the model's parameters.
+        state: device state, which has the adapters.
         batch: step inputs, which specify the wanted outputs.
         rows: rows of the round.
         tokens: tokens of the round.
@@ -361,6 +392,7 @@ def step_logprobs(
     next_sent = batch.token_ids.at[tokens.planned + 1].get(**CLIPPED)
     following = jnp.where(is_last, batch.next_ids[tokens.row], next_sent)
     wants_rows, wants_tokens = batch.wants_logprobs > 0, batch.wants_prompt_logprobs > 0
+    slots = adapter_slots(state, rows, tokens)
     empty = jnp.zeros((row_blocks * block + T, model.logprobs.num_words), jnp.int32)
 
     def compute() -> Int[Array, "N words"]:
@@ -371,10 +403,14 @@ def step_logprobs(
             is_rows = index < row_blocks
             start = jnp.where(is_rows, index * block, jnp.minimum((index - row_blocks) * block, T - block))
             position = jnp.where(is_rows, start, row_blocks * block + start)
+
+            def part(x: Shaped[Array, "T *D"]) -> Shaped[Array, "N *D"]:
+                return lax.dynamic_slice_in_dim(x, start, block)
+
             block_logits = lax.cond(
                 is_rows,
                 lambda: lax.dynamic_slice_in_dim(padded_logits, start, block),
-                lambda: decoder.compute_logits(params, model.arch, lax.dynamic_slice_in_dim(hidden, start, block)),
+                lambda: token_logits(params, state, part(hidden), None if slots is None else part(slots), model),
             )
             block_ids = lax.dynamic_slice_in_dim(token_ids, position, block)
             found = model.read_logprobs(block_logits, block_ids, model.logprobs.num_top)

@@ -24,10 +24,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.execution.acceptance import accept
 from jaxserve.execution.batch import BatchLayout, SpeculativeBatch
 from jaxserve.execution.proposer import BothParams, Drafts, Proposer
-from jaxserve.execution.round import Model, StepOutput, begin, run_model, with_counts
+from jaxserve.execution.round import Model, StepOutput, adapter_slots, begin, run_model, token_logits, with_counts
 from jaxserve.execution.rows import Rows, Tokens, num_draftable, place_tokens, planned_rows, takes_part
 from jaxserve.execution.state import CLIPPED, ServeState
-from jaxserve.models import decoder
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 
@@ -158,7 +157,9 @@ def _verify(
     tokens = Tokens(row, history, position, live, planned=history, token_ids=token_ids)
     hidden, observed, state = run_model(params, state, all_rows, tokens, num_rows, model, tree_mask)
     node_index = all_rows.cu_q_lens[None, :-1] + jnp.arange(N + 1)[:, None]
-    logits = decoder.compute_logits(params, model.arch, hidden.at[node_index.reshape(-1)].get(**CLIPPED))
+    index, slots = node_index.reshape(-1), adapter_slots(state, all_rows, tokens)
+    slots = None if slots is None else slots.at[index].get(**CLIPPED)
+    logits = token_logits(params, state, hidden.at[index].get(**CLIPPED), slots, model)
     return logits.reshape(N + 1, R, -1), observed.at[node_index.T.reshape(-1)].get(**CLIPPED), state
 
 

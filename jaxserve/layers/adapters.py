@@ -15,10 +15,11 @@ from typing import Any, no_type_check
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxserve.layers.linear import LinearContext, StackedMatrix, TokenTerm, WrappedMatrix, as_matrix
 from jaxserve.layers.norm import Norm, rms_norm
+from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.layers.token_context import TokenAdapters
 from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix
@@ -32,25 +33,51 @@ RANK_GRAIN = PANEL_ROWS  # stacks have ranks that are multiples of this
 class Factors(ABC):
     """S adapters' factors for a matrix whose output has P parts, each with its own factors.
 
-    All factors have the same rank; smaller ones are padded by zeros.
+    All factors have the same rank; smaller ones are padded by zeros. An embedding has one part, and its first factors
+    are tables [S * V, rank].
 
     Attributes:
         a: all parts' first factors, by adapter.
         b: second factors by part, each by adapter.
+        bias: further terms, by adapter [S, out]; None without them.
+        scale: factors on the sum of output and terms, likewise. A slot's new arrays have norms in it instead, which
+            the sum's matrix shall have by row, NaN for factors of 1; see `models.adapter_norms`.
     """
 
     a: Shaped[Array, "..."]
     b: tuple[Shaped[Array, "..."], ...]
+    bias: Float[Array, "S out"] | None
+    scale: Float[Array, "S out"] | None
 
-    @abstractmethod
-    def terms(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
-        """Return adapted tokens' terms, in float32; arbitrary ones for the others.
+    def term(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> TokenTerm:
+        """Return adapted tokens' terms for a matrix.
 
         Args:
             x: inputs.
             norm: norm applied to them; None for no norm.
             adapters: the tokens' adapters.
         """
+        return self._term(self._products(x, norm, adapters), adapters)
+
+    def table_term(self, ids: Int[Array, " T"], adapters: TokenAdapters) -> TokenTerm:
+        """Return adapted tokens' terms for an embedding's rows `ids`."""
+        first = adapters.index * (len(self.a) // adapters.num_slots)
+        return self._term(self._expanded(StoredRows(self.a).take(first + ids), adapters), adapters)
+
+    @abstractmethod
+    def _products(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
+        """Return adapted tokens' inputs multiplied by both factors, in float32; arbitrary values for the others."""
+
+    @abstractmethod
+    def _expanded(self, inner: Float[Array, "T rank"], adapters: TokenAdapters) -> Float[Array, "T out"]:
+        """Return adapted tokens' inner vectors, for one part, multiplied by the second factors, likewise."""
+
+    def _term(self, values: Float[Array, "T out"], adapters: TokenAdapters) -> TokenTerm:
+        """Return the term with these values, and with the adapters' vectors."""
+        if self.bias is not None:
+            values += self.bias.at[adapters.index].get(mode="clip")
+        scale = None if self.scale is None else self.scale.at[adapters.index].get(mode="clip")
+        return TokenTerm(values, adapters, scale)
 
 
 @no_type_check
@@ -62,17 +89,23 @@ class FloatFactors(Factors):
     All tokens are multiplied by all first factors, which is one matmul, and keep only their adapters' results.
     """
 
-    def terms(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
-        """Return the terms; see `Factors.terms`."""
+    def _products(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
         x = norm(x) if norm else x
-        T, S, P = len(x), adapters.num_slots, len(self.b)
-        r = len(self.a) // (S * P)
         inner = as_matrix(self.a).multiply(x.astype(self.a.dtype), LinearContext())
-        is_own = adapters.slot[:, None] == 1 + jnp.arange(S, dtype=jnp.int32)[None]
-        kept = jnp.where(is_own[:, :, None, None], inner.reshape(T, S, P, r), 0).astype(self.a.dtype)
+        return self._own(inner.reshape(len(x), adapters.num_slots, len(self.b), -1), adapters)
+
+    def _expanded(self, inner: Float[Array, "T rank"], adapters: TokenAdapters) -> Float[Array, "T out"]:
+        return self._own(inner[:, None, None], adapters)
+
+    def _own(self, inner: Float[Array, "T slots P r"], adapters: TokenAdapters) -> Float[Array, "T out"]:
+        """Multiply inner vectors by the second factors, with zeros for all slots but a token's own."""
+        is_own = adapters.slot[:, None] == 1 + jnp.arange(adapters.num_slots, dtype=jnp.int32)[None]
+        kept = jnp.where(is_own[:, :, None, None], inner, 0).astype(self.a.dtype)
         precision = lax.Precision.HIGHEST if self.a.dtype == jnp.float32 else None
         outputs = [
-            jnp.dot(kept[:, :, part].reshape(T, S * r), b, precision=precision, preferred_element_type=jnp.float32)
+            jnp.dot(
+                kept[:, :, part].reshape(len(inner), -1), b, precision=precision, preferred_element_type=jnp.float32
+            )
             for part, b in enumerate(self.b)
         ]
         return jnp.concatenate(outputs, axis=1)
@@ -92,28 +125,28 @@ class NativeFactors(Factors):
 
     part_sizes: tuple[int, ...] = field(metadata={"static": True})
 
-    def terms(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
-        """Return the terms; see `Factors.terms`."""
+    def _products(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
         P, r = len(self.b), self.b[0].shape[1]
         x = _normed_alike(x, norm) if norm else x
-        inner = self._multiply(x[adapters.order], self.a, P * r, adapters)
+        inner = multiply_packed(x[adapters.order], self.a, P * r, adapters)
         outputs = [
-            self._multiply(inner[:, part * r : (part + 1) * r], b, size, adapters)
+            multiply_packed(inner[:, part * r : (part + 1) * r], b, size, adapters)
             for part, (b, size) in enumerate(zip(self.b, self.part_sizes, strict=True))
         ]
         return jnp.concatenate(outputs, axis=1)[adapters.rank_of]
 
-    @staticmethod
-    def _multiply(
-        x: Float[Array, "T in"],
-        panels: Shaped[Array, "..."],
-        num_outputs: int,
-        adapters: TokenAdapters,
-    ) -> Float[Array, "T out"]:
-        """Multiply sorted tokens by their adapters' matrices [out, in]."""
-        none = jnp.zeros((len(panels), 0, 1, PANEL_ROWS), jnp.float32)
-        packed = PackedMatrix(panels, none, none, num_outputs, x.shape[1], adapters.num_slots, panels.dtype.name)
-        return NativeMatrix(packed).multiply_groups(x, adapters.group_sizes, LinearContext())
+    def _expanded(self, inner: Float[Array, "T rank"], adapters: TokenAdapters) -> Float[Array, "T out"]:
+        (b,), (size,) = self.b, self.part_sizes
+        return multiply_packed(inner[adapters.order].astype(jnp.float32), b, size, adapters)[adapters.rank_of]
+
+
+def multiply_packed(
+    x: Float[Array, "T in"], panels: Shaped[Array, "..."], num_outputs: int, adapters: TokenAdapters
+) -> Float[Array, "T out"]:
+    """Multiply tokens, sorted by adapter, by their adapters' packed matrices [out, in]."""
+    none = jnp.zeros((len(panels), 0, 1, PANEL_ROWS), jnp.float32)
+    packed = PackedMatrix(panels, none, none, num_outputs, x.shape[1], adapters.num_slots, panels.dtype.name)
+    return NativeMatrix(packed).multiply_groups(x, adapters.group_sizes, LinearContext())
 
 
 @no_type_check
@@ -133,10 +166,9 @@ class AdaptedMatrix(WrappedMatrix):
         base, adapters = as_matrix(self.matrix), _adapters(context)
 
         def adapted() -> Float[Array, "T outputs"]:
-            term = TokenTerm(self.factors.terms(x, context.norm, adapters), adapters)
-            return base.linear(x, context._replace(term=term))
+            return base.linear(x, context._replace(term=self.factors.term(x, context.norm, adapters)))
 
-        return _if_adapted(adapters, adapted, lambda: base.linear(x, context))
+        return _on_condition(adapters.has_adapted, adapted, lambda: base.linear(x, context))
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
         """Return `x @ W.T` with adapted tokens' terms."""
@@ -148,16 +180,110 @@ class AdaptedMatrix(WrappedMatrix):
         """Return `x @ W.T` with adapted tokens' terms, for one matrix in a stack."""
         return self._with_terms(StackedMatrix(stack.matrix, layer).multiply(x, context), x, context)
 
+    def look_up(self, ids: Int[Array, " T"], adapters: TokenAdapters | None) -> Float[Array, "T in"]:
+        """Return an embedding's rows with adapted tokens' terms."""
+        assert adapters is not None, "tokens have adapters if the embedding has"
+        rows = super().look_up(ids, adapters)
+
+        def added() -> Float[Array, "T in"]:
+            return self.factors.table_term(ids, adapters).added_to(rows).astype(rows.dtype)
+
+        return _on_condition(adapters.has_adapted, added, lambda: rows)
+
     def _with_terms(
         self, y: Float[Array, "T out"], x: Float[Array, "T in"], context: LinearContext
     ) -> Float[Array, "T out"]:
         """Return y with adapted tokens' terms."""
         adapters = _adapters(context)
+        return _on_condition(adapters.has_adapted, lambda: self.factors.term(x, None, adapters).added_to(y), lambda: y)
 
-        def added() -> Float[Array, "T out"]:
-            return TokenTerm(self.factors.terms(x, None, adapters), adapters).added_to(y)
 
-        return _if_adapted(adapters, added, lambda: y)
+@no_type_check
+@dataclass(frozen=True)
+class WholeMatrices(ABC):
+    """S adapters' matrices in place of the model's.
+
+    Attributes:
+        stack: matrices, by adapter; arbitrary for adapters without one.
+        is_given: mask of adapters that have one.
+    """
+
+    stack: Shaped[Array, "..."]
+    is_given: Bool[Array, " S"]
+
+    @abstractmethod
+    def multiply(self, x: Float[Array, "T in"], adapters: TokenAdapters) -> Float[Array, "T out"]:
+        """Multiply adapted tokens by their adapters' matrices, in float32; arbitrary outputs for the others."""
+
+    def rows(self, ids: Int[Array, " T"], adapters: TokenAdapters) -> Float[Array, "T in"]:
+        """Return the rows `ids` of the tokens' adapters' matrices, which must be in a float array."""
+        first = adapters.index * (len(self.stack) // adapters.num_slots)
+        return StoredRows(self.stack).take(first + ids)
+
+    def is_replaced(self, adapters: TokenAdapters) -> Bool[Array, " T"]:
+        """Return the mask of tokens whose adapters have a matrix."""
+        return adapters.is_adapted & self.is_given.at[adapters.index].get(mode="clip")
+
+
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FloatMatrices(WholeMatrices):
+    """Matrices in a float array [S * out, in]."""
+
+    def multiply(self, x: Float[Array, "T in"], adapters: TokenAdapters) -> Float[Array, "T out"]:
+        """Compute one grouped matmul; see `WholeMatrices.multiply`."""
+        rows = x[adapters.order].astype(self.stack.dtype)
+        return as_matrix(self.stack).multiply_groups(rows, adapters.group_sizes, LinearContext())[adapters.rank_of]
+
+
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NativeMatrices(WholeMatrices):
+    """Matrices packed for the native CPU kernels, in 16-row panels.
+
+    Attributes:
+        num_outputs: outputs of each matrix.
+    """
+
+    num_outputs: int = field(metadata={"static": True})
+
+    def multiply(self, x: Float[Array, "T in"], adapters: TokenAdapters) -> Float[Array, "T out"]:
+        """Compute one grouped matmul; see `WholeMatrices.multiply`."""
+        return multiply_packed(x[adapters.order], self.stack, self.num_outputs, adapters)[adapters.rank_of]
+
+
+@no_type_check
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ReplacedMatrix(WrappedMatrix):
+    """A matrix outside the layers in whose place some adapters have their own.
+
+    Attributes:
+        own: the adapters' matrices.
+    """
+
+    own: WholeMatrices
+
+    def linear(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T outputs"]:
+        """Compute the linear layer."""
+        assert context.norm is None, "the head's inputs are normed"
+        adapters, y = _adapters(context), as_matrix(self.matrix).linear(x, context)
+        is_replaced = self.own.is_replaced(adapters)
+
+        def replaced() -> Float[Array, "T outputs"]:
+            own = context.finish(context.reduce(self.own.multiply(x, adapters).astype(context.dtype)))
+            return jnp.where(is_replaced[:, None], own, y)
+
+        return _on_condition(jnp.any(is_replaced), replaced, lambda: y)
+
+    def look_up(self, ids: Int[Array, " T"], adapters: TokenAdapters | None) -> Float[Array, "T in"]:
+        """Return rows of the embedding."""
+        assert adapters is not None, "tokens have adapters if the embedding has"
+        rows = super().look_up(ids, adapters)
+        own = self.own.rows(ids, adapters).astype(rows.dtype)
+        return jnp.where(self.own.is_replaced(adapters)[:, None], own, rows)
 
 
 def _normed_alike(x: Float[Array, "T in"], norm: Norm) -> Float[Array, "T in"]:
@@ -177,21 +303,20 @@ def _normed_alike(x: Float[Array, "T in"], norm: Norm) -> Float[Array, "T in"]:
 
 def _adapters(context: LinearContext) -> TokenAdapters:
     """Return the adapters for a linear layer's tokens."""
-    assert context.tokens is not None, "an adapted matrix multiplies tokens"
-    assert context.tokens.adapters is not None, "tokens have adapters if matrices do"
-    return context.tokens.adapters
+    assert context.adapters is not None, "tokens have adapters if matrices do"
+    return context.adapters
 
 
-def _if_adapted(
-    adapters: TokenAdapters, adapted: Callable[[], Array], plain: Callable[[], Array]
+def _on_condition(
+    condition: Bool[Array, ""], adapted: Callable[[], Array], plain: Callable[[], Array]
 ) -> Float[Array, "T out"]:
-    """Call and return `adapted` if any token has an adapter, otherwise `plain`.
+    """Call and return `adapted` if the condition holds, such as that any token has an adapter, otherwise `plain`.
 
     Only CPUs branch: the terms cost accelerators little next to the matrix, and a branch would cost them more.
     """
     if target_platform() != "cpu":
         return adapted()
-    return lax.cond(adapters.has_adapted, adapted, plain)
+    return lax.cond(condition, adapted, plain)
 
 
 def write_slot(stacks: Any, slot: Int[Array, ""], new: Any, *, axis: int = 0) -> Any:

@@ -206,7 +206,7 @@ def apply_experts(
     parts = None if axis is None else _expert_axes(axis, experts)
     token = pairs.order // experts.per_token
     context = LinearContext(
-        tokens=tokens.select(lambda each: all_tokens(each, token_axis)[token]),
+        adapters=tokens.adapters and tokens.adapters.select(lambda each: all_tokens(each, token_axis)[token]),
         bias=_local_biases(matrices.gate_up_bias, first, experts),
         activation=experts.activation,
         dtype=x.dtype,
@@ -223,7 +223,7 @@ def apply_experts(
     y = sum_local_tokens(y, token_axis)
     if matrices.shared_gate_up is not None and matrices.shared_down is not None:
         inner = linear(local, matrices.shared_gate_up, tokens, activation=swiglu)
-        context = LinearContext(tokens, dtype=x.dtype, axis=axis, num_live=tokens.num_live)
+        context = LinearContext(tokens.adapters, dtype=x.dtype, axis=axis, num_live=tokens.num_live)
         shared = as_matrix(matrices.shared_down).multiply(inner, context).astype(x.dtype)  # reduced below
         if matrices.shared_gate is not None:
             shared *= jax.nn.sigmoid(linear(local, matrices.shared_gate, tokens))

@@ -31,14 +31,21 @@ class TokenTerm(NamedTuple):
     Attributes:
         values: terms; arbitrary for other tokens.
         adapters: the tokens' adapters.
+        factor: factor on the sums of outputs and terms, likewise; None for 1.
     """
 
     values: Float[Array, "T out"]
     adapters: TokenAdapters
+    factor: Float[Array, "T out"] | None = None
 
     def added_to(self, y: Float[Array, "T out"]) -> Float[Array, "T out"]:
         """Return y with the terms."""
-        return self.select(y + self.values, y)
+        return self.select(self.applied_to(y), y)
+
+    def applied_to(self, y: Float[Array, "T out"]) -> Float[Array, "T out"]:
+        """Return y with the terms for all tokens."""
+        total = y + self.values
+        return total if self.factor is None else total * self.factor
 
     def select(self, adapted: Float[Array, "T out"], others: Float[Array, "T out"]) -> Float[Array, "T out"]:
         """Return the outputs `adapted` for adapted tokens, and `others` for the others."""
@@ -51,7 +58,7 @@ class LinearContext(NamedTuple):
     The matrix multiplies, `reduce` sums over devices, and `finish` does the rest; kernels may fuse all of them.
 
     Attributes:
-        tokens: tokens by row of x, None outside layers; matrices that add per-token terms need them, as adapters do.
+        adapters: adapters by row of x, which adapted matrices need; None without adapters.
         norm: norm applied to x.
         term: term of some tokens, on each device, as adapters add; None without it.
         bias: bias, for grouped matrices [groups, out].
@@ -63,7 +70,7 @@ class LinearContext(NamedTuple):
         num_live: number of rows of x that are not padding, which follows them; None if all may be live.
     """
 
-    tokens: TokenContext | None = None
+    adapters: TokenAdapters | None = None
     norm: Norm | None = None
     term: TokenTerm | None = None
     bias: Float[Array, "*groups out"] | None = None
@@ -107,6 +114,10 @@ class Matrix(ABC):
     @abstractmethod
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
+
+    def look_up(self, ids: Int[Array, " T"], adapters: TokenAdapters | None) -> Float[Array, "T in"]:
+        """Return the rows of tokens in an embedding; adapted embeddings override this."""
+        return self.rows(ids)
 
     def block(self, start: Int[Array, ""], num_rows: int) -> Float[Array, "rows in"]:
         """Return consecutive rows; formats with a slice override this: it takes a TPU less memory than a gather."""
@@ -285,6 +296,10 @@ class WrappedMatrix(Matrix):
         """Return the rows `ids`, clipped to valid ones."""
         return as_matrix(self.matrix).rows(ids)
 
+    def look_up(self, ids: Int[Array, " T"], adapters: TokenAdapters | None) -> Float[Array, "T in"]:
+        """Return the rows of tokens in an embedding."""
+        return as_matrix(self.matrix).look_up(ids, adapters)
+
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
@@ -323,10 +338,15 @@ def linear(
     dtype: jax.typing.DTypeLike | None = None,
     axis: MeshAxes | None = None,
     num_live: Int[Array, ""] | None = None,
+    adapters: TokenAdapters | None = None,
 ) -> Float[Array, "T outputs"]:
-    """Return `activation(norm(x) @ weight.T + bias) + residual`, accumulated in float32; see `LinearContext`."""
-    num_live = num_live if tokens is None else tokens.num_live
-    context = LinearContext(tokens, norm, None, bias, activation, residual, dtype or x.dtype, axis, num_live=num_live)
+    """Return `activation(norm(x) @ weight.T + bias) + residual`, accumulated in float32; see `LinearContext`.
+
+    In layers, `tokens` has `num_live` and `adapters`.
+    """
+    if tokens is not None:
+        num_live, adapters = tokens.num_live, tokens.adapters
+    context = LinearContext(adapters, norm, None, bias, activation, residual, dtype or x.dtype, axis, num_live=num_live)
     return as_matrix(weight).linear(x, context)
 
 
@@ -336,6 +356,7 @@ def embed(
     *,
     dtype: jax.typing.DTypeLike | None = None,
     axis: MeshAxes | None = None,
+    adapters: TokenAdapters | None = None,
 ) -> Float[Array, "T D"]:
     """Look up token embeddings; ids are clipped to the vocabulary.
 
@@ -344,15 +365,17 @@ def embed(
         table: embedding.
         dtype: result dtype; None for the embedding's dtype.
         axis: mesh axes that divide the rows evenly, in order; the devices' look-ups are summed.
+        adapters: the tokens' adapters.
     """
     matrix = as_matrix(table)
     if axis is None:
-        rows = matrix.rows(token_ids)
+        rows = matrix.look_up(token_ids, adapters)
         return rows.astype(dtype or rows.dtype)
     num_rows = matrix.shape[0]
     local_ids = token_ids - lax.axis_index(axis) * num_rows
     is_local = (local_ids >= 0) & (local_ids < num_rows)
-    return lax.psum(jnp.where(is_local[:, None], embed(local_ids, table, dtype=dtype), 0), axis)
+    found = embed(local_ids, table, dtype=dtype, adapters=adapters)
+    return lax.psum(jnp.where(is_local[:, None], found, 0), axis)
 
 
 def _group_tile_rows(num_rows: int, num_groups: int) -> int:

@@ -145,6 +145,11 @@ class TokenAdapters:
         return self.group_sizes.shape[0]
 
     @property
+    def index(self) -> Int[Array, " T"]:
+        """Index in the stacks of each token's adapter; arbitrary for the base model."""
+        return jnp.maximum(self.slot - 1, 0)
+
+    @property
     def is_adapted(self) -> Bool[Array, " T"]:
         """Mask of tokens with an adapter."""
         return self.slot > 0

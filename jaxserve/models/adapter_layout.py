@@ -6,88 +6,40 @@ A fused matrix has factors for each of its checkpoint modules, such as the proje
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Int
 from numpy.typing import NDArray
 
+from jaxserve.api.lora_request import EMBEDDINGS, LORA_BIAS, LORA_EXTRAS, MODULES_TO_SAVE
 from jaxserve.errors import ConfigError
-from jaxserve.layers.adapters import RANK_GRAIN, AdaptedMatrix, Factors, FloatFactors, NativeFactors, write_slot
+from jaxserve.layers.adapters import (
+    RANK_GRAIN,
+    AdaptedMatrix,
+    Factors,
+    FloatFactors,
+    FloatMatrices,
+    NativeFactors,
+    NativeMatrices,
+    ReplacedMatrix,
+    WholeMatrices,
+    write_slot,
+)
 from jaxserve.layers.sharding import named_sharding, num_parts, split_axes, tensor_size, whole_shape
 from jaxserve.models import registry
+from jaxserve.models.adapted_specs import HEAD, AdaptedSpec, Part, adapted_specs, embeddings
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, ScannedLayers, device_slices, stack_layers
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
 from jaxserve.weights.adapter_files import AdapterFile, AdapterModule, module_names
-
-_FIXED = ("router", "kv_b_proj")  # matrices in layers that are not only multiplied with tokens
-
-
-class Part(NamedTuple):
-    """Rows of a matrix that come from one checkpoint module.
-
-    Attributes:
-        module: name of the module.
-        start: first entry of the module in `ParamSpec.hf_names`.
-        stop: entry after the last one.
-    """
-
-    module: str
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class AdaptedSpec:
-    """A matrix with adapters.
-
-    Attributes:
-        spec: the whole matrix.
-        local: its shard on a device.
-    """
-
-    spec: ParamSpec
-    local: ParamSpec
-
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """Modules of the matrix, in order."""
-        parts: list[Part] = []
-        for index, name in enumerate(self.spec.hf_names):
-            module = name.removesuffix(".weight")
-            if parts and parts[-1].module == module:
-                parts[-1] = parts[-1]._replace(stop=index + 1)
-            else:
-                parts.append(Part(module, index, index + 1))
-        return tuple(parts)
-
-    def num_rows(self, part: Part) -> int:
-        """Return the outputs of a module."""
-        return sum(self.spec.hf_rows[part.start : part.stop])
-
-    @property
-    def part_sizes(self) -> tuple[int, ...]:
-        """Outputs of each module on a device."""
-        return tuple(sum(self.local.hf_rows[part.start : part.stop]) for part in self.parts)
-
-    @property
-    def num_inputs(self) -> int:
-        """Inputs on a device."""
-        return self.local.shape[1]
-
-    @property
-    def axes(self) -> tuple[str | None, str | None]:
-        """Logical axes of rows and columns."""
-        rows, columns = self.spec.axes
-        return rows, columns
 
 
 @dataclass(frozen=True)
@@ -100,6 +52,7 @@ class AdapterLayout:
         dtype: dtype of the factors.
         is_native: True if they are packed for the native CPU kernels.
         is_scanned: True if the model's layers are stacked for a scan.
+        extras: features of adapters that have memory; see `LORA_EXTRAS`.
     """
 
     num_slots: int
@@ -107,6 +60,7 @@ class AdapterLayout:
     dtype: str
     is_native: bool
     is_scanned: bool
+    extras: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -122,28 +76,46 @@ class AdapterLayout:
         """
         slots = self.num_slots
 
-        def shape(local: Sequence[int], axes: Sequence[str | None]) -> jax.ShapeDtypeStruct:
+        def shape(
+            local: Sequence[int], axes: Sequence[str | None], dtype: DTypeLike = self.dtype
+        ) -> jax.ShapeDtypeStruct:
             if mesh is None:
-                return jax.ShapeDtypeStruct(tuple(local), jnp.dtype(self.dtype))
-            whole = whole_shape(mesh, local, axes)
-            return jax.ShapeDtypeStruct(whole, jnp.dtype(self.dtype), sharding=named_sharding(mesh, axes))
+                return jax.ShapeDtypeStruct(tuple(local), jnp.dtype(dtype))
+            joined = whole_shape(mesh, local, axes)
+            return jax.ShapeDtypeStruct(joined, jnp.dtype(dtype), sharding=named_sharding(mesh, axes))
 
         def factors(each: AdaptedSpec) -> Factors:
             (rows, columns), num_ranks = each.axes, len(each.parts) * self.rank
-            if self.is_native:
+            if each.is_table:
+                a = shape((slots * each.num_inputs, self.rank), (columns, None))
+            elif self.is_native:
                 a = shape(
                     (slots * num_ranks // PANEL_ROWS, each.num_inputs, 1, PANEL_ROWS), (None, columns, None, None)
                 )
+            else:
+                a = shape((slots * num_ranks, each.num_inputs), (None, columns))
+            if self.is_native:
                 b = [
                     shape((slots * -(-size // PANEL_ROWS), self.rank, 1, PANEL_ROWS), (rows, None, None, None))
                     for size in each.part_sizes
                 ]
             else:
-                a = shape((slots * num_ranks, each.num_inputs), (None, columns))
                 b = [shape((slots * self.rank, size), (None, rows)) for size in each.part_sizes]
-            return self._factors(each, a, b)
+            bias = None
+            if self._has_bias(each):
+                axis = columns if each.spec.split_dimension == 1 else rows
+                bias = shape((slots, sum(each.part_sizes)), (None, axis), jnp.float32)
+            return self._factors(each, a, b, bias, None)
 
-        return self._tree(arch, mesh, factors)
+        def whole(spec: ParamSpec, local: ParamSpec) -> WholeMatrices:
+            (V, D), axes = local.shape, spec.axes
+            given = shape((slots,), (None,), jnp.bool_)
+            if self.is_native and spec.path == HEAD:
+                panels = shape((slots * -(-V // PANEL_ROWS), D, 1, PANEL_ROWS), (axes[0], None, None, None))
+                return self._whole(panels, given, V)
+            return self._whole(shape((slots * V, D), axes), given, None)
+
+        return self._tree(arch, mesh, factors, whole)
 
     def new(self, arch: ArchConfig, mesh: Mesh | None = None) -> Params:
         """Return empty stacks on a device: zeros of its shard's shapes. For jax.jit, in a shard_map with a mesh."""
@@ -161,15 +133,29 @@ class AdapterLayout:
         Raises:
             ConfigError: a module is not in the model, or has other sizes; see `check`.
         """
-        found = self.check(adapter, arch)
+        found, matrices = self.check(adapter, arch), self._check_whole(adapter, arch)
 
         def factors(each: AdaptedSpec) -> Factors:
             modules = [found.get(part.module) for part in each.parts]
             a = np.concatenate([self._first(each, module) for module in modules])
             b = [self._second(each, part, module) for part, module in zip(each.parts, modules, strict=True)]
-            return self._factors(each, *self._split(each, a, b, mesh))
+            bias = self._bias(each, modules, mesh) if self._has_bias(each) else None
+            return self._factors(each, *self._split(each, a, b, mesh), bias, None)
 
-        return self._tree(arch, mesh, factors, stack=lambda *arrays: np.stack(arrays))
+        def whole(spec: ParamSpec, local: ParamSpec) -> WholeMatrices:
+            matrix = matrices.get(spec.path)
+            given = np.array([matrix is not None])
+            stored = np.zeros(spec.shape, jnp.dtype(self.dtype))
+            if matrix is not None:
+                stored = self._stored_floats(matrix, 1.0, spec.hf_names[0])
+            count = 1 if mesh is None else num_parts(mesh, split_axes(spec.axes))
+            padded = np.pad(stored, ((0, count * local.shape[0] - len(stored)), (0, 0)))
+            if self.is_native and spec.path == HEAD:
+                shards = [self._stored(shard, transposed=True) for shard in np.split(padded, count)]
+                return self._whole(np.concatenate(shards), given, local.shape[0])
+            return self._whole(padded, given, None)
+
+        return self._tree(arch, mesh, factors, whole, stack=lambda *arrays: np.stack(arrays))
 
     def check(self, adapter: AdapterFile, arch: ArchConfig) -> dict[str, AdapterModule]:
         """Return an adapter's factors by the model's module names.
@@ -189,6 +175,9 @@ class AdapterLayout:
             each, part = known[own]
             wanted = each.num_rows(part), each.spec.shape[1]
             got = module.b.shape[0], module.a.shape[1]
+            if each.is_table != module.is_table:
+                kind = "lora_embedding_A and lora_embedding_B" if each.is_table else "lora_A and lora_B"
+                raise ConfigError(f"an adapter must have {kind} for {own}, got other factors; save it with PEFT")
             if wanted != got:
                 raise ConfigError(
                     f"the adapter must fit {own} with {wanted[1]} inputs and {wanted[0]} outputs, got factors for "
@@ -199,49 +188,121 @@ class AdapterLayout:
                     f"the rank of an adapter must be at most max_lora_rank, {self.max_rank}, got {module.rank} in "
                     f"{name}; raise max_lora_rank"
                 )
+            if module.bias is not None:
+                self._require(LORA_BIAS, f"biases, as of {name},")
             found[own] = module
         return found
 
-    @staticmethod
-    def specs(arch: ArchConfig, local: ArchConfig) -> list[AdaptedSpec]:
-        """Return the matrices that adapters may change.
+    def _check_whole(self, adapter: AdapterFile, arch: ArchConfig) -> dict[tuple[str | int, ...], NDArray[Any]]:
+        """Return the matrices that replace the model's, by path.
+
+        Raises:
+            ConfigError: a matrix is none of embedding and head, or its shape is another.
+        """
+        specs = {spec.hf_names[0].removesuffix(".weight"): spec for spec in embeddings(arch)}
+        found: dict[tuple[str | int, ...], NDArray[Any]] = {}
+        shapes = {name: matrix.shape for name, matrix in adapter.whole.items()}
+        for name, shape in (shapes | adapter.base).items():
+            own = next((specs[each] for each in module_names(name) if each in specs), None)
+            if own is None:
+                raise ConfigError(
+                    f"whole matrices of adapters must be in {list(specs)}, got {name}; train the adapter without it in "
+                    "modules_to_save"
+                )
+            if shape != own.shape:
+                raise ConfigError(
+                    f"{name} of the adapter must have the model's shape, {list(own.shape)}, got {list(shape)}; it was "
+                    "trained on a model with another vocabulary or size"
+                )
+            if name in adapter.whole:
+                self._require(MODULES_TO_SAVE, f"whole matrices, as {name},")
+                found[own.path] = adapter.whole[name]
+        return found
+
+    def _require(self, extra: str, feature: str) -> None:
+        """Raise ConfigError unless the stacks have an extra."""
+        if extra not in self.extras:
+            raise ConfigError(
+                f"an adapter with {feature} needs lora_extras with {extra!r}, got {list(self.extras)}; start the "
+                f"engine with lora_extras={[*self.extras, extra]}"
+            )
+
+    def specs(self, arch: ArchConfig, local: ArchConfig) -> list[AdaptedSpec]:
+        """Return the matrices that adapters may change by factors; see `adapted_specs`."""
+        return adapted_specs(arch, local, self.extras)
+
+    def _tree(
+        self,
+        arch: ArchConfig,
+        mesh: Mesh | None,
+        factors: Callable[[AdaptedSpec], Factors],
+        whole: Callable[[ParamSpec, ParamSpec], WholeMatrices],
+        stack: Any = None,
+    ) -> Params:
+        """Return a tree with the results of `factors` for each matrix, at its path in parameters.
 
         Args:
             arch: sizes of the whole model.
-            local: sizes of a device's shard.
+            mesh: devices over which the model is split; None for one device.
+            factors: function of a matrix with factors.
+            whole: function of a matrix that adapters may replace, whole and local; its results are in "whole".
+            stack: function that stacks layers' arrays for a scan.
         """
-        both = zip(registry.param_specs(arch), registry.param_specs(local), strict=True)
-        return [AdaptedSpec(spec, own) for spec, own in both if _can_adapt(spec)]
-
-    def _tree(self, arch: ArchConfig, mesh: Mesh | None, factors: Any, stack: Any = None) -> Params:
-        """Return a tree with the results of `factors` for each matrix, at the layers' paths in parameters."""
+        local = arch.local(tensor_size(mesh))
         layers: list[Params] = [{} for _ in range(arch.num_layers)]
-        for each in self.specs(arch, arch.local(tensor_size(mesh))):
-            _, layer, name = each.spec.path
-            layers[int(layer)][str(name)] = factors(each)
         tree: Params = {"layers": layers}
+        for each in self.specs(arch, local):
+            path, result = each.spec.path, factors(each)
+            if path[0] == "layers":
+                layers[int(path[1])][str(path[2])] = result
+            else:
+                tree[str(path[0])] = result
+        if MODULES_TO_SAVE in self.extras:
+            both = zip(embeddings(arch), embeddings(local), strict=True)
+            tree["whole"] = {str(spec.path[0]): whole(spec, own) for spec, own in both}
         if not self.is_scanned:
             return tree
         return stack_layers(tree, arch.period, stack or _stack_shapes, num_first=arch.num_first_layers)
 
-    def _factors(self, each: AdaptedSpec, a: Any, b: Sequence[Any]) -> Factors:
-        return NativeFactors(a, tuple(b), each.part_sizes) if self.is_native else FloatFactors(a, tuple(b))
+    def _has_bias(self, each: AdaptedSpec) -> bool:
+        """Return whether adapters may add a bias to a matrix's outputs."""
+        return LORA_BIAS in self.extras and not each.is_table
+
+    @staticmethod
+    def _whole(stack: Any, given: Any, num_packed: int | None) -> WholeMatrices:
+        """Return whole matrices; `num_packed` is the number of rows of packed ones, None for others."""
+        return FloatMatrices(stack, given) if num_packed is None else NativeMatrices(stack, given, num_packed)
+
+    def _factors(self, each: AdaptedSpec, a: Any, b: Sequence[Any], bias: Any, scale: Any) -> Factors:
+        arrays = a, tuple(b), bias, scale
+        return NativeFactors(*arrays, each.part_sizes) if self.is_native else FloatFactors(*arrays)
 
     def _first(self, each: AdaptedSpec, module: AdapterModule | None) -> NDArray[Any]:
         """Return a module's first factor [rank, in], padded; zeros without a module."""
         a = np.zeros((self.rank, each.spec.shape[1]), jnp.dtype(self.dtype))
         if module is not None:
-            a[: module.rank] = self._stored_floats(module.a, 1.0, each)
+            a[: module.rank] = self._stored_floats(module.a, 1.0, _names(each))
         return a
 
     def _second(self, each: AdaptedSpec, part: Part, module: AdapterModule | None) -> NDArray[Any]:
         """Return a module's scaled second factor [out, rank], padded; zeros without a module."""
         b = np.zeros((each.num_rows(part), self.rank), jnp.dtype(self.dtype))
         if module is not None:
-            b[:, : module.rank] = self._stored_floats(module.b, module.scale, each)
+            b[:, : module.rank] = self._stored_floats(module.b, module.scale, _names(each))
         return b
 
-    def _stored_floats(self, factor: NDArray[Any], scale: float, each: AdaptedSpec) -> NDArray[Any]:
+    def _bias(self, each: AdaptedSpec, modules: Sequence[AdapterModule | None], mesh: Mesh | None) -> NDArray[Any]:
+        """Return the modules' scaled biases [1, out] in the layout of the stacks; zeros for modules without one."""
+        sizes = [each.num_rows(part) for part in each.parts]
+        biases = [
+            np.zeros(size, np.float32)
+            if module is None or module.bias is None
+            else module.bias.astype(np.float32) * module.scale
+            for size, module in zip(sizes, modules, strict=True)
+        ]
+        return np.concatenate(self._by_device(each, biases, mesh))[None]
+
+    def _stored_floats(self, factor: NDArray[Any], scale: float, names: str) -> NDArray[Any]:
         """Return a scaled factor in the stacks' dtype; ConfigError if it overflows.
 
         All rows are multiplied by all second factors, and zero times infinity would spoil rows with other adapters.
@@ -249,7 +310,6 @@ class AdapterLayout:
         with np.errstate(over="ignore"):
             rounded = (scale * factor.astype(np.float32)).astype(jnp.dtype(self.dtype))
         if not np.isfinite(rounded.astype(np.float32)).all():
-            names = ", ".join(part.module for part in each.parts)
             raise ConfigError(f"an adapter's scaled factors must be finite in {self.dtype}, got larger ones in {names}")
         return rounded
 
@@ -264,25 +324,46 @@ class AdapterLayout:
             b: second factors [out, rank] by part.
             mesh: devices; None for one.
         """
+        if each.is_table:
+            count = 1 if mesh is None else num_parts(mesh, split_axes(each.spec.axes))
+            padded = np.pad(a.T, ((0, count * each.num_inputs - a.shape[1]), (0, 0)))
+            return np.ascontiguousarray(padded), [self._stored(x, transposed=True) for x in b]
         if mesh is None or each.spec.split_dimension is None:
             return self._stored(a, transposed=False), [self._stored(x, transposed=True) for x in b]
-        count = num_parts(mesh, split_axes(each.spec.axes))
         if each.spec.split_dimension == 1:
+            count = num_parts(mesh, split_axes(each.spec.axes))
             shards = [np.asarray(device_slices(each.spec, [a], index, mesh)[0][0]) for index in range(count)]
             stored = [self._stored(shard, transposed=False) for shard in shards]
             return np.concatenate(stored, axis=1), [self._stored(x, transposed=True) for x in b]
-        bounds = np.cumsum(each.part_sizes)[:-1]
-        entries = np.split(np.concatenate(b), np.cumsum(each.spec.hf_rows)[:-1])
-        by_device = [
-            np.split(np.concatenate(device_slices(each.spec, entries, index, mesh)[0]), bounds)
-            for index in range(count)
-        ]
         axis = 0 if self.is_native else 1
         joined = [
             np.concatenate([self._stored(x, transposed=True) for x in shards], axis=axis)
-            for shards in zip(*by_device, strict=True)
+            for shards in zip(*self._shards(each, np.concatenate(b), mesh), strict=True)
         ]
         return self._stored(a, transposed=False), joined
+
+    def _by_device(self, each: AdaptedSpec, vectors: Sequence[NDArray[Any]], mesh: Mesh | None) -> list[NDArray[Any]]:
+        """Return vectors with an element per output, by part, in device order; see `abstract`.
+
+        Devices with some of the inputs sum their outputs: the first one has the whole vectors, others have zeros.
+        """
+        if mesh is None or each.spec.split_dimension is None:
+            return list(vectors)
+        if each.spec.split_dimension == 1:
+            num_others = num_parts(mesh, split_axes(each.spec.axes)) - 1
+            return [*vectors, *[np.zeros_like(x) for x in vectors] * num_others]
+        return [x for shards in self._shards(each, np.concatenate(vectors), mesh) for x in shards]
+
+    @staticmethod
+    def _shards(each: AdaptedSpec, rows: NDArray[Any], mesh: Mesh) -> list[list[NDArray[Any]]]:
+        """Return each device's rows by part, of all rows of a matrix that devices split by rows; zeros pad the last."""
+        entries = np.split(rows, np.cumsum(each.spec.hf_rows)[:-1])
+        shards = []
+        for index in range(num_parts(mesh, split_axes(each.spec.axes))):
+            own = np.concatenate(device_slices(each.spec, entries, index, mesh)[0])
+            padding = [(0, sum(each.part_sizes) - len(own)), *[(0, 0)] * (rows.ndim - 1)]
+            shards.append(np.split(np.pad(own, padding), np.cumsum(each.part_sizes)[:-1]))
+        return shards
 
     def _stored(self, matrix: NDArray[Any], *, transposed: bool) -> NDArray[Any]:
         """Return a device's matrix [out, in] as its stack has it: packed, or else as it is or transposed."""
@@ -306,17 +387,24 @@ def with_adapters(params: Params, adapters: Params | None) -> Params:
     def wrap(p: Params, own: Mapping[str, Factors]) -> Params:
         return {**p, **{name: AdaptedMatrix(p[name], factors) for name, factors in own.items()}}
 
-    return {**params, "layers": _map_layers(wrap, params["layers"], adapters["layers"])}
+    wrapped = {"embed": params["embed"], "lm_head": params.get("lm_head", params["embed"])}
+    tables = {name for name in wrapped if name in adapters or "whole" in adapters}
+    wrapped |= {name: ReplacedMatrix(wrapped[name], own) for name, own in adapters.get("whole", {}).items()}
+    wrapped |= {name: AdaptedMatrix(wrapped[name], adapters[name]) for name in tables if name in adapters}
+    layers = _map_layers(wrap, params["layers"], adapters["layers"])
+    return {**params, **{name: wrapped[name] for name in tables}, "layers": layers}
 
 
 def set_adapter(stacks: Params, slot: Int[Array, ""], new: Params) -> Params:
     """Return donated stacks with an adapter's arrays, as from `AdapterLayout.place`, at an index."""
     layers, own = stacks["layers"], new["layers"]
     if not isinstance(layers, ScannedLayers):
-        return {**stacks, "layers": write_slot(layers, slot, own)}
+        return cast("Params", write_slot(stacks, slot, new))
     periodic = write_slot(layers.periodic, slot, own.periodic, axis=1)
-    rest, first = write_slot((layers.rest, layers.first), slot, (own.rest, own.first))
-    return {**stacks, "layers": ScannedLayers(periodic, rest, first)}
+    listed = {**stacks, "layers": (layers.rest, layers.first)}
+    written = write_slot(listed, slot, {**new, "layers": (own.rest, own.first)})
+    rest, first = written["layers"]
+    return {**written, "layers": ScannedLayers(periodic, rest, first)}
 
 
 def _map_layers(wrap: Any, layers: Any, adapters: Any) -> Any:
@@ -328,20 +416,22 @@ def _map_layers(wrap: Any, layers: Any, adapters: Any) -> Any:
     return ScannedLayers(tuple(periodic), rest, first)
 
 
-def _can_adapt(spec: ParamSpec) -> bool:
-    """Return whether adapters may change a tensor: a matrix in a layer whose inputs are the step's tokens."""
-    is_in_layer = spec.path[0] == "layers" and len(spec.path) == 3
-    return is_in_layer and spec.is_matrix and not spec.is_array and spec.experts is None and spec.path[2] not in _FIXED
-
-
 def _unknown_module(name: str, known: Sequence[str], arch: ArchConfig) -> str:
     """Return the error message for an adapter's module that cannot be adapted."""
     tensors = {hf_name.removesuffix(".weight") for spec in registry.param_specs(arch) for hf_name in spec.hf_names}
+    extra = {part.module for each in adapted_specs(arch, arch, LORA_EXTRAS) for part in each.parts}
+    if any(own in extra for own in module_names(name)):
+        return f"adapters of {name} need lora_extras with {EMBEDDINGS!r}; start the engine with it"
     if any(own in tensors for own in module_names(name)):
         return f"adapters of {name} are not supported; train one without it"
     near = difflib.get_close_matches(name, known, 1, 0.0)
     hint = f"; the most similar one is {near[0]}" if near else ""
     return f"each module of an adapter must be in the model, {arch.architecture}, got {name}{hint}"
+
+
+def _names(each: AdaptedSpec) -> str:
+    """Return the names of a matrix's modules, for messages."""
+    return ", ".join(part.module for part in each.parts)
 
 
 def _stack_shapes(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.layers.linear import Matrix, StackedMatrix, embed, linear
-from jaxserve.layers.token_context import TokenContext
+from jaxserve.layers.token_context import TokenAdapters, TokenContext
 from jaxserve.layers.token_exchange import all_tokens, local_tokens
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
@@ -54,7 +54,7 @@ def forward_with_features(
     """
     family = registry.family(arch)
     with jax.named_scope("embed"):
-        x = embed_tokens(params, arch, token_ids, tokens.position)
+        x = embed_tokens(params, arch, token_ids, tokens.position, tokens.adapters)
         rotations = layer_rotations(arch, tokens.position)
         inputs = family.layer_inputs(params, arch, token_ids, x)
         tokens = dataclasses.replace(tokens, moe_index=jnp.int32(0))
@@ -136,12 +136,17 @@ def _stacks_in_place(p: Params) -> Params:
 
 
 def embed_tokens(
-    params: Params, arch: ArchConfig, token_ids: Int[Array, " T"], positions: Int[Array, " T"]
+    params: Params,
+    arch: ArchConfig,
+    token_ids: Int[Array, " T"],
+    positions: Int[Array, " T"],
+    adapters: TokenAdapters | None = None,
 ) -> Float[Array, "T D"]:
     """Return the first layer's inputs: scaled token embeddings, plus learned position embeddings if there are some."""
     # Norms determine the dtype because they are never quantised.
     dtype, ids = jax.tree.leaves(params["final_norm"])[0].dtype, all_tokens(token_ids, arch.token_axis)
-    x = local_tokens(embed(ids, params["embed"], dtype=dtype, axis=arch.vocab_axis), arch.token_axis)
+    rows = embed(ids, params["embed"], dtype=dtype, axis=arch.vocab_axis, adapters=adapters)
+    x = local_tokens(rows, arch.token_axis)
     if arch.embed_scale != 1.0:
         x *= jnp.asarray(arch.embed_scale, x.dtype)
     if POSITION_EMBED in params:
@@ -160,12 +165,26 @@ def num_layer_copies(arch: ArchConfig) -> int:
 
 
 def compute_logits(
-    params: Params, arch: ArchConfig, hidden: Float[Array, "R D"], num_live: Int[Array, ""] | None = None
+    params: Params,
+    arch: ArchConfig,
+    hidden: Float[Array, "R D"],
+    num_live: Int[Array, ""] | None = None,
+    adapters: TokenAdapters | None = None,
 ) -> Float[Array, "R V"]:
-    """Return float32 next-token logits, for the device's shard if the vocabulary is split."""
+    """Return float32 next-token logits, for the device's shard if the vocabulary is split.
+
+    Args:
+        params: the model's parameters.
+        arch: sizes of the device's shard.
+        hidden: hidden states after the final norm.
+        num_live: number of them that are not padding, which follows them.
+        adapters: adapters by hidden state; None without adapters.
+    """
     with jax.named_scope("logits"):
         head = params["lm_head"] if "lm_head" in params else params["embed"]
-        logits = linear(hidden, head, bias=params.get("lm_head_bias"), dtype=jnp.float32, num_live=num_live)
+        logits = linear(
+            hidden, head, bias=params.get("lm_head_bias"), dtype=jnp.float32, num_live=num_live, adapters=adapters
+        )
         if arch.logit_scale != 1.0:
             logits *= arch.logit_scale
         return logits if (cap := arch.logit_soft_cap) is None else cap * jnp.tanh(logits / cap)

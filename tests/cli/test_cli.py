@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,6 +89,9 @@ def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
         if kind is bool:
             given[name] = not getattr(EngineConfig, name)
             flags.append(flag if given[name] else flag.replace("--", "--no-", 1))
+        elif kind == Sequence[str]:
+            given[name] = ["one", "two"]
+            flags += [flag, "one", "two"]
         else:
             text = __file__ if name in ("model", "tokenizer") else "text"  # these must exist
             given[name] = 7 if kind in (int, int | None) else 0.5 if kind in (float, float | None) else text

@@ -130,8 +130,8 @@ def test_an_activated_adapter_shares_the_pages_before_its_invocation(start: Star
     adapter = read_adapter(directory / "every")
     tensors = {
         f"base_model.model.{module}.lora_{name}.weight": factor
-        for module, (a, b, _) in adapter.modules.items()
-        for name, factor in (("A", a), ("B", b))
+        for module, own in adapter.modules.items()
+        for name, factor in (("A", own.a), ("B", own.b))
     }
     config = {"r": 4, "lora_alpha": 8, "alora_invocation_tokens": [7, 9]}
     llm.update_lora("late", tensors, config)

@@ -10,7 +10,7 @@ import pytest
 from jaxserve import LLM, LoRARequest, RequestError, SamplingParams
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.assembly.driven import DrivenEngine
-from jaxserve.models.adapter_layout import AdapterLayout
+from jaxserve.models.adapted_specs import adapted_specs
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import tokens
 
@@ -25,7 +25,7 @@ NAMES = ["a", "b", None, "a"]
 def tensors(llm: LLM, seed: int) -> dict[str, np.ndarray]:
     """Return random factors for all matrices, by PEFT's names."""
     rng, arch, found = np.random.default_rng(seed), llm.engine.arch, {}
-    for each in AdapterLayout.specs(arch, arch):
+    for each in adapted_specs(arch, arch, ()):
         for part in each.parts:
             for name, shape in {"A": (4, each.spec.shape[1]), "B": (each.num_rows(part), 4)}.items():
                 key = f"base_model.model.{part.module}.lora_{name}.weight"
@@ -108,7 +108,8 @@ def test_all_calls_take_adapters(start: Start, expected):
 
 
 def test_a_core_in_another_process_has_adapters(llama: Path, expected):
-    with LLM(str(llama), skip_tokenizer_init=True, engine_process=True, **SIZES, **LORA) as llm:
+    options = {"engine_process": True, "lora_extras": ["embeddings"], **SIZES, **LORA}
+    with LLM(str(llama), skip_tokenizer_init=True, **options) as llm:
         assert generate(with_adapters(llm)) == expected
         with pytest.raises(RequestError, match="must be in the model"):
             llm.update_lora("bad", {"x.lora_A.weight": np.ones((4, 8)), "x.lora_B.weight": np.ones((8, 4))}, {})

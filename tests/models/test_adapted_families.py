@@ -1,5 +1,6 @@
 """Adapters of every family against PEFT: fused, latent, recurrent and transposed matrices, packed or not."""
 
+import copy
 from functools import partial
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve import weights
+from jaxserve.api.lora_request import LORA_EXTRAS
 from jaxserve.layers.token_context import TokenAdapters, TokenContext
 from jaxserve.models import adapter_layout, decoder, registry
 from jaxserve.models.adapter_layout import AdapterLayout
@@ -31,34 +33,71 @@ MODULES = {"deepseek_v2": MLA, "deepseek_v3": MLA}
 IS_NATIVE = [False] + ([True] if packed_linear.unsupported("float32", jax.default_backend()) is None else [])
 
 
+# Adapters of llama with more than factors in layers, by the extra that they need.
+VARIANTS = {
+    "embeddings": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "lora_bias": {"target_modules": ["k_proj", "up_proj", "down_proj", "lm_head"], "lora_bias": True},
+}
+
+
 @pytest.mark.parametrize("is_native", IS_NATIVE)
 @pytest.mark.parametrize("family", some_by_default(FAMILIES, *FAMILIES[:6]))
 def test_adapters_have_the_logits_of_peft(tmp_path, family, is_native):
     model = write_checkpoint(tmp_path / "model", family, **{"num_hidden_layers": 2} if family == "llama" else {})
     fields = {"target_modules": MODULES.get(family, "all-linear"), "exclude_modules": ["gate", "shared_expert_gate"]}
-    peft = write_adapters(model, tmp_path, {"one": {"r": 3, **fields}, "two": {"r": 16, **fields}})
+    configs = {"one": {"r": 3, **fields}, "two": {"r": 16, **fields}}
+    check(tmp_path, model, configs, is_native=is_native, is_scanned=family == "llama" and not is_native)
+
+
+@pytest.mark.parametrize("is_native", IS_NATIVE)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_variants_have_the_logits_of_peft(tmp_path, is_tied, is_native):
+    """With tied embeddings, adapters of one of both matrices leave the other, as in PEFT."""
+    sizes = {"num_hidden_layers": 2, "tie_word_embeddings": is_tied}
+    model = write_checkpoint(tmp_path / "model", "llama", **sizes)
+    configs = {name: {"r": 3, **fields} for name, fields in VARIANTS.items()}
+    if is_tied:
+        configs |= {"table": {"r": 5, "target_modules": ["embed_tokens"]}}
+        configs |= {"head": {"r": 5, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}}
+    check(tmp_path, model, configs, is_native=is_native, is_scanned=is_tied and not is_native)
+
+
+@pytest.mark.parametrize("family", some_by_default(("gemma3", "granite", "gpt2"), "gemma3"))
+def test_adapters_of_scaled_embeddings_have_the_logits_of_peft(tmp_path, family):
+    targets = ["wte", "c_attn"] if family == "gpt2" else ["embed_tokens", "v_proj"]
+    check(tmp_path, write_checkpoint(tmp_path / "model", family), {"one": {"target_modules": targets}}, is_native=False)
+
+
+def check(tmp_path, model, configs, *, is_native, is_scanned=False):
+    """Check that each configuration's adapter has PEFT's logits, in stacks that hold all of them."""
+    pefts = {name: write_adapters(copy.deepcopy(model), tmp_path, {name: configs[name]}) for name in configs}
     arch = registry.from_hf_config(weights.read_config(tmp_path / "model")).within(NUM_TOKENS)
     specs = registry.param_specs(arch)
     transform = matrix_transform(specs, native=is_native)
     params = weights.load(tmp_path / "model", specs, jnp.float32, transform=transform)
-    is_scanned = family == "llama" and not is_native  # like TPUs
     params = stack_layers(params, arch.period, num_first=arch.num_first_layers) if is_scanned else params
-    layout = AdapterLayout(3, RANK, dtype="float32", is_native=is_native, is_scanned=is_scanned)
+    extras = LORA_EXTRAS if len(configs) != 2 else ()
+    layout = AdapterLayout(
+        len(configs) + 1, RANK, dtype="float32", is_native=is_native, is_scanned=is_scanned, extras=extras
+    )
     stacks = layout.new(arch)
-    for slot, name in enumerate(("two", "one"), 1):
+    for slot, name in enumerate(configs, 1):
         own = layout.place(read_adapter(tmp_path / name), arch, None)
         stacks = jax.jit(adapter_layout.set_adapter)(stacks, jnp.int32(slot), own)
     ids = np.random.default_rng(0).integers(3, arch.vocab_size, NUM_TOKENS).astype(np.int32)
-    names = ["one", "two", "__base__"]
-    expected = [separate_logits(peft, ids.tolist(), name) for name in names]
+    names = [*configs, "__base__"]
+    pefts["__base__"] = pefts[names[0]]
+    expected = [separate_logits(pefts[name], ids.tolist(), name) for name in names]
 
     @partial(jax.jit, compiler_options=UNOPTIMIZED)
     def logits(params, stacks, adapter):
         adapters = TokenAdapters.from_slots(jnp.full(NUM_TOKENS, adapter), layout.num_slots)
         tokens = TokenContext(jnp.arange(NUM_TOKENS), DenseAttention(jnp.int32(0)), adapters=adapters)
         adapted = adapter_layout.with_adapters(params, stacks)
-        return decoder.compute_logits(params, arch, decoder.forward(adapted, arch, jnp.asarray(ids), tokens)[0])
+        hidden, _ = decoder.forward(adapted, arch, jnp.asarray(ids), tokens)
+        return decoder.compute_logits(adapted, arch, hidden, adapters=adapters)
 
-    for adapter, wanted in zip((3, 2, 0), expected, strict=True):
+    for name, adapter, wanted in zip(names, [*range(2, len(names) + 1), 0], expected, strict=True):
         found = np.asarray(logits(params, stacks, jnp.int32(adapter)))
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE, err_msg=name)

@@ -69,9 +69,18 @@ def test_the_digest_depends_on_all_that_changes_outputs():
 
 
 A, B = factors()
+BIAS, TABLE = B.replace(".weight", ".bias"), "base_model.model.model.embed_tokens.lora_embedding_A"
 BAD: dict[str, tuple[dict, dict, str]] = {
-    "unknown tensor": ({}, {"base_model.model.lm_head.weight": np.zeros((2, 2))}, "lm_head.weight; other"),
+    "unknown tensor": ({}, {A.replace("lora_A", "lora_C"): np.zeros((2, 2))}, "lora_C.weight; other"),
     "one factor": ({}, {B: None}, "must have both lora_A and lora_B, got no lora_B"),
+    "one table": ({}, {TABLE: np.ones((4, 9), np.float32)}, "both lora_embedding_A and lora_embedding_B"),
+    "unwanted bias": ({}, {BIAS: np.ones(8, np.float32)}, "lora_bias False and model.layers.0.*q_proj with it"),
+    "no bias": ({"lora_bias": True}, {}, "lora_bias True and model.layers.0.*q_proj without it"),
+    "size of a bias": ({"lora_bias": True}, {BIAS: np.ones(7, np.float32)}, "must have 8 elements, got 7"),
+    "shape of a bias": ({"lora_bias": True}, {BIAS: np.ones((8, 1), np.float32)}, r"float vector, got shape \[8, 1\]"),
+    "no magnitude": ({"use_dora": True}, {}, "must have lora_magnitude_vector exactly if"),
+    "unsaved": ({"modules_to_save": ["lm_head"]}, {}, "must have their weights in .*, got none of lm_head"),
+    "tying": ({"ensure_weight_tying": True}, {}, "ensure_weight_tying must be False or None, got True"),
     "rank": ({"r": 3}, {}, "rank of adapter_config.json, 3, got 4"),
     "shapes": ({}, {B: np.zeros((8, 5))}, r"\[4, 6\] and \[8, 5\]"),
     "NaN": ({}, {A: np.full((4, 6), np.nan)}, "must be finite"),

@@ -6,27 +6,42 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, LoRARequest, SamplingParams
+from jaxserve.api.lora_request import LORA_EXTRAS
 from jaxserve.assembly.driven import DrivenEngine
-from jaxserve.models.adapter_layout import AdapterLayout
+from jaxserve.models.adapted_specs import adapted_specs, embeddings
 from tests.e2e.workloads import TOLERANCE, tokens
 from tests.parameters import mainly
 
 Start = Callable[..., DrivenEngine]
 
-LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4}
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "lora_extras": LORA_EXTRAS}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 
 
 def tensors(llm: LLM, seed: int) -> dict[str, np.ndarray]:
     """Return random factors for all matrices, by PEFT's names."""
     rng, arch, found = np.random.default_rng(seed), llm.engine.arch, {}
-    for each in AdapterLayout.specs(arch, arch):
+
+    def draw(*shape: int) -> np.ndarray:
+        return (0.2 * rng.normal(size=shape)).astype(np.float32)
+
+    for each in adapted_specs(arch, arch, LORA_EXTRAS):
         for part in each.parts:
-            shapes = {"A": (4, each.spec.shape[1]), "B": (each.num_rows(part), 4)}
-            for name, shape in shapes.items():
-                key = f"base_model.model.{part.module}.lora_{name}.weight"
-                found[key] = (0.2 * rng.normal(size=shape)).astype(np.float32)
+            prefix = f"base_model.model.{part.module}"
+            names = "lora_embedding_{}" if each.is_table else "lora_{}.weight"
+            found[f"{prefix}.{names.format('A')}"] = draw(4, each.spec.shape[1])
+            found[f"{prefix}.{names.format('B')}"] = draw(each.num_rows(part), 4)
+            if not each.is_table:
+                found[f"{prefix}.lora_B.bias"] = draw(each.num_rows(part))
     return found
+
+
+def whole(llm: LLM, seed: int) -> dict[str, np.ndarray]:
+    """Return random factors for the layers, and matrices in place of embedding and head."""
+    in_layers = {name: array for name, array in tensors(llm, seed).items() if ".layers." in name}
+    rng, specs = np.random.default_rng(seed), embeddings(llm.engine.arch)
+    drawn = {spec.hf_names[0]: rng.normal(size=spec.shape).astype(np.float32) for spec in specs}
+    return in_layers | {f"base_model.model.{name}": array for name, array in drawn.items()}
 
 
 @pytest.mark.parametrize("backend", ["auto", "xla"])
@@ -36,8 +51,8 @@ def test_tokens_are_those_of_one_device(start: Start, num_devices: int, backend:
     requests, outputs = [None if name is None else LoRARequest(name) for name in names], []
     for count in (1, num_devices):
         llm = LLM.over(start(count, **LORA, linear_backend=backend))
-        for seed, name in enumerate("ab"):
-            llm.update_lora(name, tensors(llm, seed), {"r": 4, "lora_alpha": 4})
+        for seed, (name, draw) in enumerate({"a": tensors, "b": whole}.items()):
+            llm.update_lora(name, draw(llm, seed), {"r": 4, "lora_alpha": 4, "lora_bias": True})
         outputs.append(llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=requests))
     for expected, found in zip(*outputs, strict=True):
         assert expected.outputs[0].token_ids == found.outputs[0].token_ids
