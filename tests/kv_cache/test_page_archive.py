@@ -63,6 +63,16 @@ def test_archive_behaves_like_a_bounded_dictionary(tmp_path_factory, operations)
     archive.close()
 
 
+def test_an_archive_of_a_petabyte_opens_and_empties_immediately(tmp_path):
+    """It keeps no list of slots that never had a page."""
+    archive = open_archive(tmp_path, num_pages=1 << 42)
+    assert archive.write(key(1), page(1))
+    archive.clear()
+    assert archive.write(key(2), page(2))
+    assert os.path.getsize(tmp_path / "pages-0.kv") == SLOT_BYTES
+    archive.close()
+
+
 def test_no_flipped_bit_is_returned(tmp_path):
     archive = open_archive(tmp_path)
     for number in range(8):

@@ -59,7 +59,8 @@ class PageArchive:
         self._closing.atexit = False
         self._slots: dict[PageKey, int] = {}
         self._sequence = 0
-        self._free: list[int] = []
+        self._free: list[int] = []  # slots without a page that lie before a slot that had one
+        self._next = 0  # first slot that never had a page
         self._open()
 
     @property
@@ -72,9 +73,7 @@ class PageArchive:
         assert len(page) == self._page_bytes, f"a page has {self._page_bytes} bytes, got {len(page)}"
         if key in self._slots:
             return True
-        if not self._free:
-            self.delete(next(iter(self._slots)))
-        slot, self._sequence = self._free.pop(), self._sequence + 1
+        slot, self._sequence = self._take_slot(), self._sequence + 1
         fields = (_MAGIC, self._fingerprint, *key, self._sequence, len(page), zlib.crc32(page))
         header = _HEADER.pack(*fields)
         parts = header + _CHECKSUM.pack(zlib.crc32(header)) + page
@@ -106,6 +105,15 @@ class PageArchive:
         self.delete(key)
         return None
 
+    def _take_slot(self) -> int:
+        """Return a slot for a page; if none is free, delete the page written first."""
+        if not self._free:
+            if self._next < self.num_slots:
+                self._next += 1
+                return self._next - 1
+            self.delete(next(iter(self._slots)))
+        return self._free.pop()
+
     def delete(self, key: PageKey) -> None:
         """Free the slot of a page, if it is stored."""
         if (slot := self._slots.pop(key, None)) is not None:
@@ -114,7 +122,7 @@ class PageArchive:
     def clear(self) -> None:
         """Delete all pages, also for later processes."""
         self._slots.clear()
-        self._free = [*reversed(range(self.num_slots))]
+        self._free, self._next = [], 0
         try:
             os.ftruncate(self._file, 0)
         except OSError as error:
@@ -140,7 +148,9 @@ class PageArchive:
         for sequence, slot, key in by_sequence:
             self._slots.pop(key, None)  # the same content again: keep the later one
             self._slots[key], self._sequence = slot, sequence
-        self._free = sorted(set(range(self.num_slots)) - set(self._slots.values()), reverse=True)
+        used = set(self._slots.values())
+        self._next = max(used, default=-1) + 1
+        self._free = [slot for slot in reversed(range(self._next)) if slot not in used]
         if os.fstat(self._file).st_size > self.num_slots * self.slot_bytes:
             os.ftruncate(self._file, self.num_slots * self.slot_bytes)
 
