@@ -38,7 +38,7 @@ def test_what_a_token_sees_depends_only_on_its_sequence(start: Start, tmp_path: 
     options = {"sparse_attention": QUEST, "model": str(tmp_path)}
     alone = start(**options)
     expected = [run_alone(alone, Job(prompt, PARAMS)) for prompt in PROMPTS]
-    for others in ({}, {"multi_step": 7}, {"max_num_batched_tokens": 7}, {"num_pages": 12}):
+    for others in ({}, {"multi_step": 7, "max_num_batched_tokens": 7, "num_pages": 12}):
         engine = start(**options | others)
         for _ in range(2):  # the second time with cached prompts
             for output, wanted in zip(generate(engine, PROMPTS, PARAMS), expected, strict=True):
@@ -115,7 +115,7 @@ def needle(seed: int, length: int, needle_len: int) -> tuple[list[int], list[int
 def test_needles_are_found_in_a_quarter_of_the_keys(start: Start, tmp_path: Path) -> None:
     write_induction_model(tmp_path)
     length, needle_len = 256, 6
-    sizes = {"max_model_len": 272, "num_pages": 20, "max_num_batched_tokens": 64, "model": str(tmp_path)}
+    sizes = {"max_model_len": 272, "num_pages": 20, "max_num_seqs": 1, "model": str(tmp_path)}
     cases = [needle(seed, length, needle_len) for seed in range(16)]
     params = SamplingParams(temperature=0, max_tokens=needle_len - 1, ignore_eos=True)
     found, num_bytes = {}, {}

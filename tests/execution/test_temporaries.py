@@ -146,7 +146,13 @@ def largest_buffers(compiled: jax.stages.Compiled) -> str:
 CASES: list[Any] = [
     # As a 16-bit checkpoint is served by default.
     pytest.param("multi-step", True, {"matrices": "bfloat16"}, id="bfloat16"),
-    pytest.param("speculative", True, {"matrices": "bfloat16", "new_proposer": draft_model}, id="draft-model"),
+    pytest.param(
+        "speculative",
+        True,
+        {"matrices": "bfloat16", "new_proposer": draft_model},
+        id="draft-model",
+        marks=pytest.mark.full,
+    ),
     pytest.param("multi-step", False, {"quantization": "fp8"}, id="fp8"),
 ]
 

@@ -65,6 +65,7 @@ def test_verification_reads_the_weights_once() -> None:
     assert num_bytes[1] < 1.1 * num_bytes[0], num_bytes
 
 
+@pytest.mark.full
 def test_memory_kept_free_holds_the_logits_of_all_drafted_tokens() -> None:
     """A round of a model with a large vocabulary, whose draft model draws a chain."""
     num_rows = 16

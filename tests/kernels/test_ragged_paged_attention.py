@@ -30,10 +30,7 @@ def test_case_names_are_unique():
 # data distinguishes, such as rows without tokens, test_attention_properties.py has as examples of one program.
 QUICK_ON_XLA = {
     "sinks_window_soft_cap",
-    "group_of_3",
-    "bfloat16",
     "int8_shared_prefix_written_now",
-    "float8_e4m3fn_pages_of_8_rope",
     "int4_head_dim_128_soft_cap",
     "rope_head_dim_12",
     "tree_window_inside",

@@ -1,9 +1,13 @@
 """Pages that rows choose by bounds of their keys, against numpy."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 from numpy.typing import NDArray
 
 from jaxserve.api.sparsity_config import NUM_DENSE_LAYERS
@@ -34,15 +38,22 @@ def best_pages(q: NDArray[np.float32], keys: NDArray[np.float32]) -> list[int]:
     return sorted({0, num_full, 1 + int(nearest[1:].argmax())})
 
 
+FORM = BoundedHeads(K, H, budget=BUDGET)
+
+
+@jax.jit
+def attend(layer: Array, new: NewTokens, rows: RaggedRows, pool: Any) -> Any:
+    return FORM.attend(new, rows, pool, layer, OPTIONS, backend="xla")
+
+
 @pytest.mark.parametrize("layer", [NUM_DENSE_LAYERS - 1, NUM_DENSE_LAYERS])
 def test_rows_attend_to_their_best_pages(layer: int) -> None:
     rng = np.random.default_rng(0)
-    form = BoundedHeads(K, H, budget=BUDGET)
-    pool = form.new_pages("xla", num_layers=L, num_pages=R * M, page_size=P, dtype=jnp.dtype("float32"))
+    pool = FORM.new_pages("xla", num_layers=L, num_pages=R * M, page_size=P, dtype=jnp.dtype("float32"))
     table = rng.permutation(R * M).reshape(R, M).astype(np.int32)
     keys, values = rng.standard_normal((2, R, LENGTHS.max() + 1, K, H)).astype(np.float32)
     q = rng.standard_normal((R, K * G, H)).astype(np.float32)
-    step = jax.jit(lambda new, rows, pool: form.attend(new, rows, pool, jnp.int32(layer), OPTIONS, backend="xla"))
+    step = functools.partial(attend, jnp.int32(layer))
     start = np.zeros(R, np.int32)
     while (start < LENGTHS).any():  # chunks whose ends are not those of pages
         counts = np.minimum(LENGTHS - start, 5)

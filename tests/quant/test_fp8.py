@@ -16,6 +16,7 @@ from jaxserve.layers.weight_formats.stored_matrix import StoredMatrix
 from tests.checkpoints import reference_logits, write_checkpoint
 from tests.e2e.sizes import SIZES
 from tests.oracles import torch
+from tests.parameters import mainly
 from tests.random_runs import examples
 from tests.soon_compiled import few_programs
 
@@ -50,7 +51,7 @@ def is_matrix(x: object) -> bool:
     return isinstance(x, StoredMatrix | NativeMatrix)
 
 
-@pytest.mark.parametrize("family", ["llama", "olmoe"])
+@pytest.mark.parametrize("family", mainly(["llama"], "olmoe"))
 def test_an_engine_serves_it(tmp_path: Path, family: str) -> None:
     """Logits are near those of transformers with the float32 weights, and matrices take a byte per element."""
     model, ids = write_checkpoint(tmp_path, family), np.arange(3, 33)
