@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from heapq import merge
 from typing import NamedTuple
+
+NUM_LEVELS = 5  # further uses of a page do not count
 
 
 class PageKey(NamedTuple):
@@ -15,7 +18,12 @@ class PageKey(NamedTuple):
 
 
 class StoredPages:
-    """Pages of one tier, the least recently used first.
+    """Pages of one tier.
+
+    A full tier deletes the oldest page. Its age is the time since its last use, in uses of pages, halved for each use,
+    up to NUM_LEVELS - 1 times. Prompts that nobody continues thus leave before conversations, and conversations that
+    ended long ago leave in the end (`scripts/tier_hits.py` compares it with other rules). The tier remembers the number
+    of uses of as many deleted pages as it holds, in case they are stored again.
 
     Its answers depend only on earlier calls and their order. A replay of the scheduler's events thus makes the same
     plans with an index of the same size and content. A page is stored as soon as its store was requested, because
@@ -25,7 +33,7 @@ class StoredPages:
     Args:
         name: one of `LOWER_TIERS`, under which its tokens are counted.
         num_pages: capacity.
-        keys: pages in the tier, the one to evict first in front.
+        keys: pages that an earlier engine has stored and used, the one to delete first in front.
         outlives_device: True if a device failure leaves its content intact.
 
     Attributes:
@@ -38,9 +46,16 @@ class StoredPages:
     ) -> None:
         self.name = name
         self._num_pages, self.outlives_device = num_pages, outlives_device
-        self._stored: OrderedDict[PageKey, int | None] = OrderedDict.fromkeys(keys)  # move that stored each page
+        self._stored: dict[PageKey, int | None] = {}  # move that stored each page
+        self._levels: dict[PageKey, int] = {}  # number of uses of stored pages, bounded
+        self._used: list[OrderedDict[PageKey, int]] = [OrderedDict() for _ in range(NUM_LEVELS)]  # last use, by level
+        self._now = 0  # number of uses so far
+        self._deleted: OrderedDict[PageKey, int] = OrderedDict()  # levels of pages deleted for others
         self._sources: dict[int, tuple[PageKey, int | None]] = {}  # by load: its page, and the move that stored it
         self._num_loads: Counter[PageKey] = Counter()  # loads by page, without those that have none
+        for key in keys:
+            self._stored[key] = None
+            self._use(key, 1)
 
     def __contains__(self, key: object) -> bool:
         return key in self._stored
@@ -52,15 +67,36 @@ class StoredPages:
 
     def victim(self) -> PageKey | None:
         """Return the page to delete first; None if all are being loaded."""
-        return next((key for key in self._stored if key not in self._num_loads), None)
+        by_age = merge(*map(self._aged, range(NUM_LEVELS)))
+        return next((key for _, key in by_age if key not in self._num_loads), None)
+
+    def _aged(self, level: int) -> Iterator[tuple[int, PageKey]]:
+        """Yield the pages on a level, the oldest first, after an age that is comparable between levels, negated."""
+        return (((used - self._now) << (NUM_LEVELS - 1 - level), key) for key, used in self._used[level].items())
+
+    def evict(self, key: PageKey) -> None:
+        """Delete a page so that another one fits."""
+        self._deleted[key] = self._levels[key]
+        if len(self._deleted) > self._num_pages:
+            self._deleted.popitem(last=False)
+        self.delete(key)
 
     def delete(self, key: PageKey) -> None:
-        del self._stored[key]
+        """Delete a page whose content is lost."""
+        del self._stored[key], self._used[self._levels.pop(key)][key]
 
     def touch(self, key: PageKey) -> None:
-        """Note that a page is used, if it is stored."""
+        """Note that a page was used, if it is stored: its last owner has released it."""
         if key in self._stored:
-            self._stored.move_to_end(key)
+            self._use(key, self._levels[key] + 1)
+
+    def _use(self, key: PageKey, level: int) -> None:
+        """Make a stored page the last one used, with a number of uses."""
+        if (before := self._levels.get(key)) is not None:
+            del self._used[before][key]
+        self._now += 1
+        self._levels[key] = level = min(level, NUM_LEVELS - 1)
+        self._used[level][key] = self._now
 
     def load(self, move: int, key: PageKey) -> None:
         """Note that a stored page is read by a move until this has ended."""
@@ -70,7 +106,7 @@ class StoredPages:
     def store(self, move: int, key: PageKey) -> None:
         """Note that a move stores a page."""
         self._stored[key] = move
-        self._stored.move_to_end(key)
+        self._use(key, self._deleted.pop(key, 0))
 
     def loaded(self, move: int) -> int | None:
         """Note the end of a move that reads a page; return the move that stored the page."""
@@ -87,10 +123,14 @@ class StoredPages:
     def clear(self) -> None:
         """Forget all content, as after a change of weights; moves continue, but their results are useless."""
         self._stored.clear()
+        self._levels.clear()
+        self._deleted.clear()
+        for used in self._used:
+            used.clear()
 
     def restart(self) -> None:
         """Forget all moves, and content that a device failure may have destroyed."""
         self._sources.clear()
         self._num_loads.clear()
         if not self.outlives_device:
-            self._stored.clear()
+            self.clear()

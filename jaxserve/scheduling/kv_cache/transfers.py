@@ -243,7 +243,7 @@ class Transfers:
             if victim is None:
                 return False
             self._copy_down(number, victim)
-            tier.delete(victim)
+            tier.evict(victim)
             self._requested.work.append(Deletion(number, victim))
         return True
 

@@ -1,0 +1,115 @@
+"""The index of a tier, compared with a model that searches all pages, and its eviction rule."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.scheduling.kv_cache.stored_pages import NUM_LEVELS, PageKey, StoredPages
+
+KEYS = [PageKey(index % 2, bytes([index])) for index in range(12)]
+
+
+class Searching:
+    """Pages with their last uses and numbers of uses; `deleted` are remembered, the latest at the end."""
+
+    def __init__(self, num_pages, keys):
+        self.num_pages, self.now = num_pages, 0
+        self.used, self.num_uses, self.deleted, self.loads = {}, {}, [], []
+        for key in keys:
+            self.use(key, 1)
+
+    def use(self, key, num_uses):
+        self.now += 1
+        self.used[key], self.num_uses[key] = self.now, num_uses
+
+    def victim(self):
+        def age(key):
+            return (self.now - self.used[key]) / 2 ** min(self.num_uses[key], NUM_LEVELS - 1)
+
+        ages = {key: age(key) for key in self.used if key not in self.loads}
+        return [key for key, each in ages.items() if each == max(ages.values())]
+
+    def remove(self, key):
+        del self.used[key]
+        return self.num_uses.pop(key)
+
+
+@given(
+    num_pages=st.integers(1, 6),
+    num_found=st.integers(0, 6),
+    actions=st.lists(st.tuples(st.sampled_from("ssstttllecr"), st.sampled_from(KEYS)), max_size=80),
+)
+def test_the_victim_has_the_largest_age_of_all(num_pages, num_found, actions):
+    found = KEYS[: min(num_found, num_pages)]
+    tier, model, moves = StoredPages("disk", num_pages, found), Searching(num_pages, found), []
+    for move, (action, key) in enumerate(actions):
+        if action == "s" and key not in tier:
+            while tier.is_full and (victim := tier.victim()) is not None:
+                assert victim in model.victim()
+                tier.evict(victim)
+                model.deleted = [*model.deleted, (victim, model.remove(victim))][-num_pages:]
+            if tier.is_full:
+                assert model.victim() == []
+                continue
+            tier.store(move, key)
+            earlier = dict(model.deleted)
+            model.deleted = [each for each in model.deleted if each[0] != key]
+            model.use(key, min(earlier.get(key, 0), NUM_LEVELS - 1))
+        elif action == "t":
+            tier.touch(key)
+            if key in model.used:
+                model.use(key, model.num_uses[key] + 1)
+        elif action == "l" and key in tier:
+            tier.load(move, key)
+            model.loads.append(key)
+            moves.append(move)
+        elif action == "e" and moves:
+            tier.loaded(moves.pop(0))
+            model.loads.pop(0)
+        elif action == "c" and key in tier:
+            tier.delete(key)
+            model.remove(key)
+        elif action == "r" and key == KEYS[0]:
+            tier.clear()
+            model.used, model.num_uses, model.deleted = {}, {}, []
+        assert {key for key in KEYS if key in tier} == model.used.keys()
+        assert tier.is_full == (len(model.used) >= num_pages)
+
+
+def released(tier, *keys):
+    """Have a request use pages, which are stored if they are not."""
+    for key in keys:
+        if key not in tier:
+            if tier.is_full:
+                tier.evict(tier.victim())
+            tier.store(0, key)
+        tier.touch(key)
+
+
+def one_shot(count):
+    return [PageKey(0, b"other" + index.to_bytes(2, "big")) for index in range(count)]
+
+
+def test_prompts_that_nobody_continues_do_not_push_out_a_conversation():
+    tier, conversation = StoredPages("disk", 20), KEYS[:5]
+    for _ in range(3):
+        released(tier, *conversation)
+    released(tier, *one_shot(40))  # twice its capacity
+    assert all(key in tier for key in conversation)
+
+
+def test_an_old_conversation_leaves_in_the_end():
+    tier, conversation = StoredPages("disk", 20), KEYS[:5]
+    for _ in range(100):
+        released(tier, *conversation)
+    released(tier, *one_shot(20 * 2**NUM_LEVELS))
+    assert not any(key in tier for key in conversation)
+
+
+def test_a_page_that_comes_back_counts_its_earlier_uses():
+    tier, (key, *others) = StoredPages("disk", 4), KEYS
+    for _ in range(NUM_LEVELS):
+        released(tier, key)
+    tier.evict(key)
+    released(tier, key, *others[:3])
+    released(tier, *one_shot(6))
+    assert key in tier
