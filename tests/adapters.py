@@ -63,7 +63,7 @@ def adapted_logits(
 
 
 def separate_logits(model: Any, prompt: Sequence[int], name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return a prompt's logits [T, V] with one adapter: PEFT mixes none in layers whose inputs are all rows' tokens."""
+    """Return a prompt's logits [T, V] with one adapter: PEFT mixes none with DoRA, nor in layers over all tokens."""
     model.set_adapter(name if name != "__base__" else next(iter(model.peft_config)))
     with torch.no_grad(), model.disable_adapter() if name == "__base__" else contextlib.nullcontext():
         logits = model(input_ids=torch.tensor([list(prompt)])).logits
@@ -74,6 +74,5 @@ def greedy_ids(model: Any, prompt: Sequence[int], name: str, num_tokens: int) ->
     """Return a prompt's greedy continuation with an adapter."""
     ids = list(prompt)
     for _ in range(num_tokens):
-        (logits,) = adapted_logits(model, [ids], [name])
-        ids.append(int(logits[-1].argmax()))
+        ids.append(int(separate_logits(model, ids, name)[-1].argmax()))
     return ids[len(prompt) :]

@@ -46,7 +46,8 @@ from jaxserve.execution.step import (
 )
 from jaxserve.execution.verification import make_speculative_step
 from jaxserve.layers.sharding import MODEL, over_devices, replicated, specs_of, tensor_size
-from jaxserve.models.adapter_layout import AdapterLayout, set_adapter
+from jaxserve.models.adapted_params import make_set_adapter
+from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.deviceless import Chip
@@ -202,6 +203,16 @@ class Lowering:
         step = make_speculative_step(self.model, layout, self.proposer, num_rounds)
         return self._lower(step, layout, (self.param_shapes, self.draft_shapes))
 
+    @property
+    def _weights_of_adapters(self) -> Params:
+        """Shapes of the parameters that the program for adapters reads."""
+        if self.adapters is None or not self.adapters.reads_weights:
+            return {}
+        if self.mesh is not None:
+            return self.param_shapes
+        shapes: Params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.param_shapes)
+        return shapes
+
     def _compaction(self, layout: CompactionLayout) -> jax.stages.Lowered:
         """Trace and lower the program that compacts a row's prompt."""
         return self._lower(make_compact(self.model, layout), layout, self._observed_shapes)
@@ -224,7 +235,8 @@ class Lowering:
         admit = {"admit": writer(make_admit(admissions, self.proposer), state, blob)}
         if self.adapters is not None:
             new = replace(self.adapters, num_slots=1).abstract(self.arch, self.mesh)
-            admit["set_adapter"] = writer(set_adapter, state.adapters, index, new)
+            program = make_set_adapter(self.adapters, self.arch, self.mesh)
+            admit["set_adapter"] = writer(program, state.adapters, index, new, self._weights_of_adapters)
         if self.arch.pooler is not None:
             return admit
         copies = self._operand((2, num_copies(self.sizes)), jnp.int32)

@@ -71,7 +71,9 @@ class Programs:
         # Engines share identical programs: only the host knows stop tokens, names distinguish numbers of rounds, and
         # writers do not depend on weights.
         steps = replace(lowering, arch=replace(lowering.arch, eos_ids=frozenset()), max_steps=1)
-        writers = replace(steps, param_shapes={}, draft_shapes={}, linear_backend="auto")
+        reads_weights = lowering.adapters is not None and lowering.adapters.reads_weights
+        param_shapes = lowering.param_shapes if reads_weights else {}
+        writers = replace(steps, param_shapes=param_shapes, draft_shapes={}, linear_backend="auto")
         self._steps, self._writers = (ProgramStore(directory, each.key_parts, devices) for each in (steps, writers))
         self._is_cpu = (devices or jax.devices())[0].platform == "cpu"
 

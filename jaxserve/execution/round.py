@@ -42,7 +42,7 @@ from jaxserve.layers.state_forms import StateRows
 from jaxserve.layers.token_context import TokenAdapters, TokenContext
 from jaxserve.layers.token_exchange import all_tokens
 from jaxserve.models import decoder
-from jaxserve.models.adapter_layout import with_adapters
+from jaxserve.models.adapted_params import with_adapters
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.target import target_platform

@@ -242,7 +242,9 @@ class Runner:
         """Write an adapter to its slot, from 1 on. Only the stacks of adapters pass through the program."""
         assert self.state is not None, "a state that sleeps gets no adapters"
         arrays = self.adapter_arrays(digest)
-        stacks = self.programs.writers["set_adapter"](self.state.adapters, np.int32(slot - 1), arrays)
+        layout = self.programs.lowering.adapters
+        params = self.params if layout is not None and layout.reads_weights else {}
+        stacks = self.programs.writers["set_adapter"](self.state.adapters, np.int32(slot - 1), arrays, params)
         self.state = dataclasses.replace(self.state, adapters=stacks)
         if self._one_at_a_time:
             jax.block_until_ready(stacks)

@@ -72,6 +72,10 @@ class Factors(ABC):
     def _expanded(self, inner: Float[Array, "T rank"], adapters: TokenAdapters) -> Float[Array, "T out"]:
         """Return adapted tokens' inner vectors, for one part, multiplied by the second factors, likewise."""
 
+    @abstractmethod
+    def unpacked(self) -> list[tuple[Float[Array, "rank in"], Float[Array, "out rank"]]]:
+        """Return both factors of each part in float32, for a matrix with one adapter."""
+
     def _term(self, values: Float[Array, "T out"], adapters: TokenAdapters) -> TokenTerm:
         """Return the term with these values, and with the adapters' vectors."""
         if self.bias is not None:
@@ -96,6 +100,11 @@ class FloatFactors(Factors):
 
     def _expanded(self, inner: Float[Array, "T rank"], adapters: TokenAdapters) -> Float[Array, "T out"]:
         return self._own(inner[:, None, None], adapters)
+
+    def unpacked(self) -> list[tuple[Float[Array, "rank in"], Float[Array, "out rank"]]]:
+        """Return both factors of each part; see `Factors.unpacked`."""
+        firsts = jnp.split(self.a.astype(jnp.float32), len(self.b))
+        return [(a, b.T.astype(jnp.float32)) for a, b in zip(firsts, self.b, strict=True)]
 
     def _own(self, inner: Float[Array, "T slots P r"], adapters: TokenAdapters) -> Float[Array, "T out"]:
         """Multiply inner vectors by the second factors, with zeros for all slots but a token's own."""
@@ -138,6 +147,16 @@ class NativeFactors(Factors):
     def _expanded(self, inner: Float[Array, "T rank"], adapters: TokenAdapters) -> Float[Array, "T out"]:
         (b,), (size,) = self.b, self.part_sizes
         return multiply_packed(inner[adapters.order].astype(jnp.float32), b, size, adapters)[adapters.rank_of]
+
+    def unpacked(self) -> list[tuple[Float[Array, "rank in"], Float[Array, "out rank"]]]:
+        """Return both factors of each part; see `Factors.unpacked`."""
+
+        def rows(panels: Shaped[Array, "panels columns 1 lanes"]) -> Float[Array, "rows columns"]:
+            return jnp.swapaxes(panels[:, :, 0], 1, 2).reshape(-1, panels.shape[1]).astype(jnp.float32)
+
+        firsts = jnp.split(rows(self.a), len(self.b))
+        both = zip(firsts, self.b, self.part_sizes, strict=True)
+        return [(a, rows(b)[:size]) for a, b, size in both]
 
 
 def multiply_packed(

@@ -6,38 +6,33 @@ A fused matrix has factors for each of its checkpoint modules, such as the proje
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Int
 from numpy.typing import NDArray
 
-from jaxserve.api.lora_request import EMBEDDINGS, LORA_BIAS, LORA_EXTRAS, MODULES_TO_SAVE
+from jaxserve.api.lora_request import EMBEDDINGS, LORA_BIAS, LORA_EXTRAS, MODULES_TO_SAVE, USE_DORA
 from jaxserve.errors import ConfigError
 from jaxserve.layers.adapters import (
     RANK_GRAIN,
-    AdaptedMatrix,
     Factors,
     FloatFactors,
     FloatMatrices,
     NativeFactors,
     NativeMatrices,
-    ReplacedMatrix,
     WholeMatrices,
-    write_slot,
 )
 from jaxserve.layers.sharding import named_sharding, num_parts, split_axes, tensor_size, whole_shape
 from jaxserve.models import registry
 from jaxserve.models.adapted_specs import HEAD, AdaptedSpec, Part, adapted_specs, embeddings
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, ScannedLayers, device_slices, stack_layers
+from jaxserve.models.params import Params, ParamSpec, device_slices, stack_layers
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
 from jaxserve.weights.adapter_files import AdapterFile, AdapterModule, module_names
 
@@ -105,7 +100,8 @@ class AdapterLayout:
             if self._has_bias(each):
                 axis = columns if each.spec.split_dimension == 1 else rows
                 bias = shape((slots, sum(each.part_sizes)), (None, axis), jnp.float32)
-            return self._factors(each, a, b, bias, None)
+            scale = shape((slots, sum(each.part_sizes)), (None, rows), jnp.float32) if self._has_scale(each) else None
+            return self._factors(each, a, b, bias, scale)
 
         def whole(spec: ParamSpec, local: ParamSpec) -> WholeMatrices:
             (V, D), axes = local.shape, spec.axes
@@ -140,7 +136,8 @@ class AdapterLayout:
             a = np.concatenate([self._first(each, module) for module in modules])
             b = [self._second(each, part, module) for part, module in zip(each.parts, modules, strict=True)]
             bias = self._bias(each, modules, mesh) if self._has_bias(each) else None
-            return self._factors(each, *self._split(each, a, b, mesh), bias, None)
+            scale = self._magnitudes(each, modules, mesh) if self._has_scale(each) else None
+            return self._factors(each, *self._split(each, a, b, mesh), bias, scale)
 
         def whole(spec: ParamSpec, local: ParamSpec) -> WholeMatrices:
             matrix = matrices.get(spec.path)
@@ -190,6 +187,10 @@ class AdapterLayout:
                 )
             if module.bias is not None:
                 self._require(LORA_BIAS, f"biases, as of {name},")
+            if module.magnitude is not None:
+                if module.is_table:
+                    raise ConfigError(f"adapters of embeddings must not have magnitudes (DoRA), got some for {name}")
+                self._require(USE_DORA, f"magnitudes (DoRA), as of {name},")
             found[own] = module
         return found
 
@@ -268,6 +269,15 @@ class AdapterLayout:
         """Return whether adapters may add a bias to a matrix's outputs."""
         return LORA_BIAS in self.extras and not each.is_table
 
+    def _has_scale(self, each: AdaptedSpec) -> bool:
+        """Return whether adapters may multiply a matrix's outputs."""
+        return USE_DORA in self.extras and not each.is_table
+
+    @property
+    def reads_weights(self) -> bool:
+        """True if `set_adapter` needs the model's parameters."""
+        return USE_DORA in self.extras
+
     @staticmethod
     def _whole(stack: Any, given: Any, num_packed: int | None) -> WholeMatrices:
         """Return whole matrices; `num_packed` is the number of rows of packed ones, None for others."""
@@ -301,6 +311,20 @@ class AdapterLayout:
             for size, module in zip(sizes, modules, strict=True)
         ]
         return np.concatenate(self._by_device(each, biases, mesh))[None]
+
+    def _magnitudes(
+        self, each: AdaptedSpec, modules: Sequence[AdapterModule | None], mesh: Mesh | None
+    ) -> NDArray[Any]:
+        """Return the modules' magnitudes [1, out] in the layout of the stacks; NaN for modules without them."""
+        sizes = [each.num_rows(part) for part in each.parts]
+        magnitudes = [
+            np.full(size, np.nan, np.float32)
+            if module is None or module.magnitude is None
+            else module.magnitude.astype(np.float32)
+            for size, module in zip(sizes, modules, strict=True)
+        ]
+        is_by_rows = each.spec.split_dimension == 0
+        return np.concatenate(self._by_device(each, magnitudes, mesh) if is_by_rows else magnitudes)[None]
 
     def _stored_floats(self, factor: NDArray[Any], scale: float, names: str) -> NDArray[Any]:
         """Return a scaled factor in the stacks' dtype; ConfigError if it overflows.
@@ -372,48 +396,6 @@ class AdapterLayout:
         padded = np.pad(matrix, ((0, -len(matrix) % PANEL_ROWS), (0, 0)))
         panels = padded.reshape(-1, PANEL_ROWS, matrix.shape[1])
         return np.ascontiguousarray(np.swapaxes(panels, 1, 2)[:, :, None])
-
-
-def with_adapters(params: Params, adapters: Params | None) -> Params:
-    """Return parameters whose matrices add the terms of adapters; unchanged without adapters.
-
-    Args:
-        params: the model's parameters.
-        adapters: stacks, as from `AdapterLayout.new`.
-    """
-    if adapters is None:
-        return params
-
-    def wrap(p: Params, own: Mapping[str, Factors]) -> Params:
-        return {**p, **{name: AdaptedMatrix(p[name], factors) for name, factors in own.items()}}
-
-    wrapped = {"embed": params["embed"], "lm_head": params.get("lm_head", params["embed"])}
-    tables = {name for name in wrapped if name in adapters or "whole" in adapters}
-    wrapped |= {name: ReplacedMatrix(wrapped[name], own) for name, own in adapters.get("whole", {}).items()}
-    wrapped |= {name: AdaptedMatrix(wrapped[name], adapters[name]) for name in tables if name in adapters}
-    layers = _map_layers(wrap, params["layers"], adapters["layers"])
-    return {**params, **{name: wrapped[name] for name in tables}, "layers": layers}
-
-
-def set_adapter(stacks: Params, slot: Int[Array, ""], new: Params) -> Params:
-    """Return donated stacks with an adapter's arrays, as from `AdapterLayout.place`, at an index."""
-    layers, own = stacks["layers"], new["layers"]
-    if not isinstance(layers, ScannedLayers):
-        return cast("Params", write_slot(stacks, slot, new))
-    periodic = write_slot(layers.periodic, slot, own.periodic, axis=1)
-    listed = {**stacks, "layers": (layers.rest, layers.first)}
-    written = write_slot(listed, slot, {**new, "layers": (own.rest, own.first)})
-    rest, first = written["layers"]
-    return {**written, "layers": ScannedLayers(periodic, rest, first)}
-
-
-def _map_layers(wrap: Any, layers: Any, adapters: Any) -> Any:
-    """Return layers, listed or stacked, with `wrap` applied to each layer's parameters and adapters."""
-    if not isinstance(layers, ScannedLayers):
-        return [wrap(p, own) for p, own in zip(layers, adapters, strict=True)]
-    parts = ([wrap(p, own) for p, own in zip(*both, strict=True)] for both in zip(layers, adapters, strict=True))
-    periodic, rest, first = parts
-    return ScannedLayers(tuple(periodic), rest, first)
 
 
 def _unknown_module(name: str, known: Sequence[str], arch: ArchConfig) -> str:

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.api.lora_request import LORA_EXTRAS
 from jaxserve.models import decoder
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -20,7 +21,9 @@ NUM_SLOTS, RANK, NUM_TOKENS = 64, 64, 8
 def test_a_step_copies_no_stack(targets, name, backend):
     target, (_, arch) = targets(name), read_model(None)
     is_scanned = "v6e" in name and decoder.can_scan(arch)
-    layout = AdapterLayout(NUM_SLOTS, RANK, dtype="bfloat16", is_native=False, is_scanned=is_scanned)
+    layout = AdapterLayout(
+        NUM_SLOTS, RANK, dtype="bfloat16", is_native=False, is_scanned=is_scanned, extras=LORA_EXTRAS
+    )
     schedule = ScheduleConfig(32, 64, 1024, 16, 64)
     plain, adapted = (
         StepCompiler(parse_target(name), schedule, BFLOAT16, BFLOAT16, backend, adapters=each)

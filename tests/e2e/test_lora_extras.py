@@ -1,4 +1,4 @@
-"""Adapters with more than factors in layers: embeddings, whole matrices and biases, in one engine, against PEFT."""
+"""Adapters with more than factors in layers: embeddings, whole matrices, biases and DoRA, in one engine, as in PEFT."""
 
 import copy
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.execution.program_store import compile_counter
-from tests.adapters import adapted_logits, greedy_ids, write_adapters
+from tests.adapters import ATTENTION, MLP, greedy_ids, separate_logits, write_adapters
 from tests.e2e.workloads import TOLERANCE, tokens
 
 pytest.importorskip("peft")
@@ -28,11 +28,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "embeddings": {"r": 16, "target_modules": ["q_proj", "embed_tokens", "lm_head"]},
     "whole": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
     "biases": {"target_modules": ["k_proj", "o_proj", "up_proj", "down_proj", "lm_head"], "lora_bias": True},
+    "dora": {"target_modules": [*ATTENTION, *MLP, "lm_head"], "use_dora": True},
 }
 BASE = "__base__"
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=4, prompt_logprobs=2)
 NAMES = [*CONFIGS, BASE]
-PROMPTS = [tokens(count, f"extras {count}") for count in (5, 9, 13, 7)]
+PROMPTS = [tokens(count, f"extras {count}") for count in (5, 9, 13, 8, 7)]
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +55,7 @@ def generate(llm: LLM, directory: Path, params: SamplingParams = GREEDY) -> list
 def test_a_mixed_batch_has_the_outputs_of_peft(start: Start, adapters, backend):
     (directory, pefts), llm = adapters, LLM.over(start(**LORA, linear_backend=backend))
     for name, prompt, output in zip(NAMES, PROMPTS, generate(llm, directory), strict=True):
-        [logits] = adapted_logits(pefts[name], [prompt], [name])
-        expected = log_softmax(logits, axis=-1)
+        expected = log_softmax(separate_logits(pefts[name], prompt, name), axis=-1)
         for position, table in enumerate(output.prompt_logprobs or ()):
             for token_id, entry in (table or {}).items():
                 assert abs(entry.logprob - expected[position - 1, token_id]) < TOLERANCE, name

@@ -11,12 +11,13 @@ import pytest
 from jaxserve import weights
 from jaxserve.api.lora_request import LORA_EXTRAS
 from jaxserve.layers.token_context import TokenAdapters, TokenContext
-from jaxserve.models import adapter_layout, decoder, registry
+from jaxserve.models import decoder, registry
+from jaxserve.models.adapted_params import make_set_adapter, with_adapters
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.params import matrix_transform, stack_layers
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.weights.adapter_files import read_adapter
-from tests.adapters import separate_logits, write_adapters
+from tests.adapters import ATTENTION, MLP, separate_logits, write_adapters
 from tests.checkpoints import write_checkpoint
 from tests.models.test_parity import TOLERANCE, DenseAttention
 from tests.own_programs import UNOPTIMIZED
@@ -37,6 +38,7 @@ IS_NATIVE = [False] + ([True] if packed_linear.unsupported("float32", jax.defaul
 VARIANTS = {
     "embeddings": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
     "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "use_dora": {"target_modules": [*ATTENTION, *MLP, "lm_head"], "use_dora": True},
     "lora_bias": {"target_modules": ["k_proj", "up_proj", "down_proj", "lm_head"], "lora_bias": True},
 }
 
@@ -81,10 +83,10 @@ def check(tmp_path, model, configs, *, is_native, is_scanned=False):
     layout = AdapterLayout(
         len(configs) + 1, RANK, dtype="float32", is_native=is_native, is_scanned=is_scanned, extras=extras
     )
-    stacks = layout.new(arch)
+    stacks, set_adapter = layout.new(arch), jax.jit(make_set_adapter(layout, arch, None))
     for slot, name in enumerate(configs, 1):
         own = layout.place(read_adapter(tmp_path / name), arch, None)
-        stacks = jax.jit(adapter_layout.set_adapter)(stacks, jnp.int32(slot), own)
+        stacks = set_adapter(stacks, jnp.int32(slot), own, params if layout.reads_weights else {})
     ids = np.random.default_rng(0).integers(3, arch.vocab_size, NUM_TOKENS).astype(np.int32)
     names = [*configs, "__base__"]
     pefts["__base__"] = pefts[names[0]]
@@ -94,7 +96,7 @@ def check(tmp_path, model, configs, *, is_native, is_scanned=False):
     def logits(params, stacks, adapter):
         adapters = TokenAdapters.from_slots(jnp.full(NUM_TOKENS, adapter), layout.num_slots)
         tokens = TokenContext(jnp.arange(NUM_TOKENS), DenseAttention(jnp.int32(0)), adapters=adapters)
-        adapted = adapter_layout.with_adapters(params, stacks)
+        adapted = with_adapters(params, stacks)
         hidden, _ = decoder.forward(adapted, arch, jnp.asarray(ids), tokens)
         return decoder.compute_logits(adapted, arch, hidden, adapters=adapters)
 

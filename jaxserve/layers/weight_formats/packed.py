@@ -53,7 +53,12 @@ class NativeMatrix(Matrix):
 
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
-        return self.inputs.restore(packed_linear.rows(self.packed, ids))
+        if self.packed.gated:  # each panel has some gate rows, followed by the rows they gate
+            ids = jnp.clip(ids, 0, 2 * self.packed.num_outputs - 1)
+            part, row = ids // self.packed.num_outputs, ids % self.packed.num_outputs
+            half = PANEL_ROWS // 2
+            ids = row // half * PANEL_ROWS + part * half + row % half
+        return self.inputs.restore(packed_linear.rows(_plain_panels(self.packed), ids))
 
     def _prepared(self, x: Float[Array, "T in"], axis: MeshAxes | None) -> tuple[Float[Array, "T in"], str]:
         """Return the kernel's inputs, and the format to which it rounds them."""
@@ -93,23 +98,24 @@ class NativeMatrix(Matrix):
             fused = norm.weight, norm.eps
         elif norm is not None:
             x = norm(x)
-        if gated and context.term is not None:
-            return self._gated_with_term(x, fused, context.term, context)
+        if context.term is not None and (gated or context.term.factor is not None):
+            return self._separately(x, fused, context.term, context)
         (x, input_format), residual = self._prepared(x, None), context.residual if is_whole else None
         operands = {"bias": context.bias, "residual": residual, "num_live": context.num_live}
         y = packed_linear.multiply(self.packed, x, rms_norm=fused, input_format=input_format, **operands)
         y = (y if context.term is None else context.term.added_to(y)).astype(context.dtype)
         return y if is_whole else context._replace(bias=None).finish(y)
 
-    def _gated_with_term(
+    def _separately(
         self,
         x: Float[Array, "T in"],
         rms_norm: tuple[Float[Array, " in"], float] | None,
         term: TokenTerm,
         context: LinearContext,
     ) -> Float[Array, "T outputs"]:
-        """Compute a gated linear layer some of whose tokens add a term before SwiGLU, which the kernel applies itself.
+        """Compute a linear layer some of whose tokens add a term before other operations of the kernel.
 
+        These are SwiGLU, and the bias if the term has a factor, which multiplies only the matmul's outputs.
         Both kinds of tokens are computed once, each in a call for these tokens only.
 
         Args:
@@ -122,15 +128,17 @@ class NativeMatrix(Matrix):
         num_live = jnp.int32(len(x)) if context.num_live is None else context.num_live
         x, input_format = self._prepared(x, None)
         multiply = partial(packed_linear.multiply, rms_norm=rms_norm, input_format=input_format)
-        residual, num_others = (
-            None if context.residual is None else context.residual[order],
+        is_whole, num_others = (
+            context.activation is (swiglu if self.packed.gated else None),
             num_live - adapters.num_adapted,
         )
+        residual = context.residual[order] if is_whole and context.residual is not None else None
         others = multiply(self.packed, x[order], bias=context.bias, residual=residual, num_live=num_others)
+        others = others[adapters.rank_among_others]
+        others = others if is_whole else context._replace(bias=None).finish(others.astype(context.dtype))
         first = multiply(_plain_panels(self.packed), x[adapters.order], num_live=adapters.num_adapted)
-        plain = _plain_rows(self.packed, first)[adapters.rank_of] + term.values
-        adapted = context.finish(plain)
-        return term.select(adapted, others[adapters.rank_among_others]).astype(context.dtype)
+        adapted = context.finish(term.applied_to(_plain_rows(self.packed, first)[adapters.rank_of]))
+        return term.select(adapted, others).astype(context.dtype)
 
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext

@@ -18,8 +18,8 @@ LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "lora_extras": 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 
 
-def tensors(llm: LLM, seed: int) -> dict[str, np.ndarray]:
-    """Return random factors for all matrices, by PEFT's names."""
+def tensors(llm: LLM, seed: int, vector: str = "lora_B.bias") -> dict[str, np.ndarray]:
+    """Return random factors and a vector for all matrices, by PEFT's names."""
     rng, arch, found = np.random.default_rng(seed), llm.engine.arch, {}
 
     def draw(*shape: int) -> np.ndarray:
@@ -32,13 +32,14 @@ def tensors(llm: LLM, seed: int) -> dict[str, np.ndarray]:
             found[f"{prefix}.{names.format('A')}"] = draw(4, each.spec.shape[1])
             found[f"{prefix}.{names.format('B')}"] = draw(each.num_rows(part), 4)
             if not each.is_table:
-                found[f"{prefix}.lora_B.bias"] = draw(each.num_rows(part))
+                found[f"{prefix}.{vector}"] = draw(each.num_rows(part))
     return found
 
 
 def whole(llm: LLM, seed: int) -> dict[str, np.ndarray]:
-    """Return random factors for the layers, and matrices in place of embedding and head."""
-    in_layers = {name: array for name, array in tensors(llm, seed).items() if ".layers." in name}
+    """Return random factors and magnitudes for the layers, and matrices in place of embedding and head."""
+    every = tensors(llm, seed, "lora_magnitude_vector")
+    in_layers = {name: array for name, array in every.items() if ".layers." in name}
     rng, specs = np.random.default_rng(seed), embeddings(llm.engine.arch)
     drawn = {spec.hf_names[0]: rng.normal(size=spec.shape).astype(np.float32) for spec in specs}
     return in_layers | {f"base_model.model.{name}": array for name, array in drawn.items()}
@@ -51,7 +52,8 @@ def test_tokens_are_those_of_one_device(start: Start, num_devices: int, backend:
     for count in (1, num_devices):
         llm = LLM.over(start(count, **LORA, linear_backend=backend, multi_step=1))
         for seed, (name, draw) in enumerate({"a": tensors, "b": whole}.items()):
-            llm.update_lora(name, draw(llm, seed), {"r": 4, "lora_alpha": 4, "lora_bias": True})
+            feature = "lora_bias" if draw is tensors else "use_dora"
+            llm.update_lora(name, draw(llm, seed), {"r": 4, "lora_alpha": 4, feature: True})
         outputs.append(llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=requests))
     for expected, found in zip(*outputs, strict=True):
         assert expected.outputs[0].token_ids == found.outputs[0].token_ids

@@ -1,0 +1,60 @@
+"""Row norms of adapted matrices (DoRA, arXiv 2402.09353), computed when an adapter is written to its slot.
+
+An adapter with magnitudes m multiplies the outputs of W + B A by m / norm(W + B A), row by row. The norms depend on the
+weights that are served, also quantised ones, which are read in blocks of rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxserve.layers.adapters import Factors
+from jaxserve.layers.linear import MeshAxes, Weight, as_matrix
+
+_BLOCK_ROWS = 256
+
+
+def scaled(factors: Factors, weight: Weight, axis: MeshAxes | None) -> Factors:
+    """Return one adapter's new factors with factors on outputs in place of magnitudes.
+
+    Args:
+        factors: the factors, whose `scale` has the magnitudes, NaN for rows without one.
+        weight: the model's matrix.
+        axis: mesh axes along which each device has some columns of the matrix; None if it has all.
+    """
+    assert factors.scale is not None, "the stacks have magnitudes"
+    magnitudes = factors.scale[0]
+
+    def computed() -> Float[Array, " out"]:
+        squares = _row_squares(factors, weight)
+        norms = jnp.sqrt(squares if axis is None else lax.psum(squares, axis))
+        return jnp.where(jnp.isnan(magnitudes) | (norms == 0), 1, magnitudes / norms)
+
+    # Weights are only read for adapters with magnitudes; all devices decide alike, as they sum over columns.
+    is_any = jnp.any(~jnp.isnan(magnitudes))
+    scale = lax.cond(is_any, computed, lambda: jnp.ones_like(magnitudes))
+    return dataclasses.replace(factors, scale=scale[None])
+
+
+def _row_squares(factors: Factors, weight: Weight) -> Float[Array, " out"]:
+    """Return the sums of squares over the columns of each row of the adapted matrix."""
+    matrix, found, first = as_matrix(weight), [], 0
+    for a, b in factors.unpacked():
+        num_rows = len(b)
+        size = min(_BLOCK_ROWS, num_rows)
+
+        def add(index: Array, squares: Array, *, a: Any = a, b: Any = b, first: int = first, size: int = size) -> Array:
+            start = jnp.minimum(index * size, len(b) - size)
+            own = lax.dynamic_slice_in_dim(b, start, size)
+            rows = matrix.block(first + start, size).astype(jnp.float32)
+            rows += jnp.dot(own, a, precision=lax.Precision.HIGHEST)
+            return lax.dynamic_update_slice_in_dim(squares, jnp.sum(rows * rows, axis=1), start, 0)
+
+        found.append(lax.fori_loop(0, -(-num_rows // size), add, jnp.zeros(num_rows, jnp.float32)))
+        first += num_rows
+    return jnp.concatenate(found)
