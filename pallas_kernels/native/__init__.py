@@ -46,7 +46,7 @@ def unavailable() -> str | None:
 
 
 def zeros(shape: Sequence[int], dtype: DTypeLike) -> Array:
-    """Return zeros on a CPU; the system provides a large array's memory when it is written."""
+    """Return zeros on a CPU; the system provides a large array's memory in the background."""
     result: Array = jax.ffi.ffi_call(ZEROS, jax.ShapeDtypeStruct(shape, dtype))()
     return result
 

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <iterator>
 #include <optional>
+#include <system_error>
+#include <thread>
 #include <vector>
 
 #if defined(NATIVE_HAS_avxvnni) || defined(NATIVE_HAS_amx)
@@ -350,10 +352,29 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   return ffi::Error::Success();
 }
 
-constexpr size_t kMinLazyBytes = size_t{1} << 22;  // smaller arrays are written: allocators reuse their memory
+constexpr size_t kMinLazyBytes = size_t{64} << 20;  // allocators map such arrays by themselves: no other memory is near
+constexpr size_t kSliceBytes = size_t{8} << 20;
 
-// Fill an array with zeros. Linux drops the pages of a large one, so that reading them gives zeros and writing them takes
-// memory; other systems, and memory that is locked or shared, have them written.
+#ifdef __linux__
+// Let the system provide memory in the background, so that no step waits for it. Memory that is unmapped meanwhile ends
+// this, as do systems that cannot.
+void populate(char* data, size_t num_bytes) {
+#ifdef MADV_POPULATE_WRITE
+  const auto provide = [=] {
+    for (size_t i = 0; i < num_bytes; i += kSliceBytes) {
+      if (madvise(data + i, std::min(kSliceBytes, num_bytes - i), MADV_POPULATE_WRITE) != 0) return;
+    }
+  };
+  try {
+    std::thread(provide).detach();
+  } catch (const std::system_error&) {  // no threads are left: steps have the memory provided
+  }
+#endif
+}
+#endif
+
+// Fill an array with zeros. Linux drops the pages of a large one and provides zeros later; other systems, and memory that
+// is locked or shared, have them written.
 void fill_with_zeros(void* data, size_t num_bytes) {
   char* begin = static_cast<char*>(data);
 #ifdef __linux__
@@ -367,6 +388,7 @@ void fill_with_zeros(void* data, size_t num_bytes) {
       madvise(first, whole, MADV_HUGEPAGE);  // fewer faults; systems without huge pages refuse it
       std::memset(begin, 0, head);
       std::memset(first + whole, 0, tail);
+      populate(first, whole);
       return;
     }
   }

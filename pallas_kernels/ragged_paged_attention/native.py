@@ -34,7 +34,7 @@ class Native(Backend):
 
     @staticmethod
     def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        """Return a new pool array; the system provides its memory when it is written."""
+        """Return a new pool array; the system provides its memory in the background."""
         return jnp.zeros(shape, dtype) if native.unavailable() else native.zeros(shape, dtype)
 
     def unsupported_reason(self, problem: Problem) -> str | None:
