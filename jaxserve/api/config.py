@@ -186,8 +186,8 @@ class EngineConfig:
         lora_extras: features of adapters, beyond factors of the layers' matrices, that have memory in each slot:
             "embeddings" for factors of embedding and output projection, "modules_to_save" for whole matrices in their
             place, "lora_bias" for biases, "use_dora" for magnitudes of rows (DoRA).
-        max_cpu_loras: maximum adapters in host memory, at least `max_loras`, beyond which only those of unfinished
-            requests are kept; the least recently used others are read from their directories again. None keeps all.
+        max_cpu_loras: maximum adapters in host memory, at least `max_loras`, including idle ones. Beyond that, the
+            least recently used idle adapters are dropped, and read from their directories again. None keeps all.
         engine_process: run scheduler and model in a separate process; this one keeps tokenizer, texts and HTTP. Steps
             then do not wait for Python code that is busy with other work, but each needs a message between the
             processes. Not in runs over several processes.

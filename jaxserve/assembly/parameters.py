@@ -208,7 +208,7 @@ def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | Non
 
 
 def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
-    """Return the dtype for activations, and for all weights except those of `matrix_dtype`.
+    """Return the dtype for activations, and for all weights without `matrix_dtype`.
 
     By default float32 on a CPU and the checkpoint's dtype on accelerators, except that float32 checkpoints are served
     in bfloat16, as in vLLM: float32 would take twice the memory at a fraction of the speed.

@@ -195,7 +195,7 @@ def _observe(
 def best_tokens(
     weights: Float[Array, " S"], sparsity: Compaction, num_prompt: Int[Array, ""], num_kept: Int[Array, ""]
 ) -> Int[Array, " S"]:
-    """Return the tokens to keep, in order: the latest ones, and those with the highest scores, lower indices first.
+    """Return the tokens to keep, in order: the latest ones and the ones with the highest scores, lower indices first.
 
     Args:
         weights: sum of attention weights, by token.

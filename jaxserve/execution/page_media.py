@@ -120,14 +120,14 @@ class HostPages:
         self._pages.clear()
 
     def use_weights(self, params: Params) -> None:
-        """Do nothing: the pages are those of this engine."""
+        """Do nothing: this engine has computed the pages."""
 
     def forget_device(self) -> None:
         """Free all pages: the latest may have been copied from destroyed ones."""
         self._pages.clear()
 
     def sync(self) -> None:
-        """Do nothing: the pages are those of this process."""
+        """Do nothing: the pages end with this process."""
 
     def close(self) -> None:
         """Free all pages."""

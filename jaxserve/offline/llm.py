@@ -140,7 +140,7 @@ class LLM(PoolingCalls):
                 or any other ordered iterable, such as a generator or a pandas or datasets column.
             sampling_params: one for all, or one per prompt; default `get_default_sampling_params()`.
             use_tqdm: True to show a progress bar with tokens per second, or a callable with the arguments of `tqdm`.
-            lora_request: LoRA adapter of all prompts or of each, None for the base model; with `enable_lora`.
+            lora_request: LoRA adapter for all prompts, or one for each; None for the base model. Needs `enable_lora`.
             priority: class of all prompts or of each, with `scheduling_policy="priority"`; lower numbers go first.
             vllm_arguments: further vLLM arguments with values that jaxserve implements anyway, such as
                 tokenization_kwargs=None.

@@ -13,7 +13,7 @@ then every other request in turn:
 - A decoding request gets its page in any step, because it fits the pool by itself. If it is held back, its turn comes
   again within as many steps as there are slots, and at least one decoding row is never held back.
 - A request in prefill lacks pages only while decoding rows own them or have the last free ones reserved. Without
-  decoding rows it takes all free pages, then those of all other rows in prefill, and it fits the pool by itself. Nobody
+  decoding rows it takes all free pages, then the pages of other rows in prefill, and it fits the pool by itself. Nobody
   is admitted while it lacks pages, so the number of decoding rows falls: the oldest of them preempts only younger ones
   and ends after finitely many steps. Its pages go to the oldest prompt first.
 """

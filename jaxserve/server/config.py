@@ -20,7 +20,7 @@ _UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Options of the server, apart from those of its engine.
+    """Server options, without the engine's.
 
     Attributes:
         host: address to listen at.

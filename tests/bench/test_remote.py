@@ -139,7 +139,7 @@ def test_a_run_without_a_served_request_reports_the_reason(scripted: ScriptedSer
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--url", "localhost:1"], "url must be that of a server, such as http://localhost:8000, got 'localhost:1'"),
+        (["--url", "localhost:1"], "url must be a server's address, such as http://localhost:8000, got 'localhost:1'"),
         (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9/v1/models must list the models of a server, but: "),
         (["--url", "http://127.0.0.1:9", "--page-size", "8"], "a server has its own engine: leave out ['page_size']"),
         (["--url", "http://127.0.0.1:9", "--vocab-size", "9"], "vocab_size must be an integer of 11 or more, got 9"),

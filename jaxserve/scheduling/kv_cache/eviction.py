@@ -118,7 +118,7 @@ class EvictionOrder:
             self._replace_earlier(turn, tenant, hashes[: request.num_prompt_tokens // page_size])
 
     def _replace_earlier(self, turn: Turn, tenant: str, hashes: Sequence[bytes]) -> None:
-        """Replace the latest turn that a new one continues; `hashes` are those of its prompt's full pages."""
+        """Replace the latest turn that a new one continues; `hashes` covers its prompt's full pages."""
         for page_hash in reversed(hashes):
             earlier = self._last_turns.pop((tenant, turn.group, page_hash), None)
             if earlier is not None:

@@ -63,7 +63,7 @@ class PageEvents:
         self._events: list[PageEvent] = []
 
     def stored(self, request: Request, hashes: Sequence[bytes], blocks: Sequence[int], group: int) -> None:
-        """Note consecutive blocks of a request, by index; `hashes` are those of all its blocks."""
+        """Note consecutive blocks of a request, by index; `hashes` covers all its blocks."""
         split = request.adapter_start // self._page_size if request.adapter else sys.maxsize
         self._stored(request, hashes, [block for block in blocks if block < split], group, "")
         self._stored(request, hashes, [block for block in blocks if block >= split], group, request.adapter)
@@ -88,7 +88,7 @@ class PageEvents:
         self._events.append(event)
 
     def registered(self, request: Request, hashes: Sequence[bytes], blocks: Iterable[int], num_groups: int) -> None:
-        """Note those of a request's blocks that have pages, by KV group."""
+        """Note the blocks of a request that have pages, by KV group."""
         indices = list(blocks)
         for group in range(num_groups):
             self.stored(

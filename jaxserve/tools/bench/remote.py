@@ -45,7 +45,7 @@ class Server:
         """Return the server at a URL, by default with its first model; ConfigError if it does not answer."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"url must be that of a server, such as http://localhost:8000, got {url!r}")
+            raise ConfigError(f"url must be a server's address, such as http://localhost:8000, got {url!r}")
         base = url.rstrip("/").removesuffix("/v1")
         if model is None:
             model = _first_model(f"{base}/v1/models", _headers(api_key))
