@@ -1,6 +1,5 @@
 """Output tokens that choose their pages: invariants of the engine, and needles that a constructed model must find."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import checkpoints
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.sampling_params import SamplingParams
@@ -16,6 +14,7 @@ from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError
+from synthetic.copying_model import TINY, num_codes, write_copying_model
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import TOLERANCE, Job, assert_same, generate, run_alone, tokens
 
@@ -54,51 +53,7 @@ def test_a_sufficient_budget_changes_nothing(start: Start) -> None:
     assert others == [dense, dense]
 
 
-NUM_CODES, HEAD_DIM, BASE, FIRST = 40, 128, 1e9, 24  # token codes lie in slowly rotating pairs, from FIRST on
-HIDDEN = 128
-CURRENT, PREVIOUS, CONSTANT = 0, NUM_CODES, 2 * NUM_CODES
-
-
-def write_induction_model(path: Path) -> None:
-    """Write a Llama of four layers: the second copies each token's predecessor, the third finds what followed a token.
-
-    The first and the last do nothing. Codes are one-hot.
-    """
-    codes = np.eye(NUM_CODES, dtype=np.float32)
-    embed = np.zeros((NUM_CODES, HIDDEN), np.float32)
-    embed[:, CURRENT : CURRENT + NUM_CODES] = codes
-    embed[:, CONSTANT] = 1
-    head = np.zeros((NUM_CODES, HIDDEN), np.float32)
-    head[:, CONSTANT + 1 : CONSTANT + 1 + NUM_CODES] = codes
-    arrays = {"model.embed_tokens.weight": embed, "lm_head.weight": head, "model.norm.weight": np.ones(HIDDEN)}
-    frequencies = BASE ** (-np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
-    slow = FIRST + np.arange(NUM_CODES)
-    for layer in range(4):
-        q, k, v = np.zeros((3, HEAD_DIM, HIDDEN), np.float32)
-        o = np.zeros((HIDDEN, HEAD_DIM), np.float32)
-        if layer == 1:  # all keys are alike; queries are turned back by one position
-            k[: HEAD_DIM // 2, CONSTANT] = 1
-            q[: HEAD_DIM // 2, CONSTANT], q[HEAD_DIM // 2 :, CONSTANT] = np.cos(frequencies), -np.sin(frequencies)
-            q *= 40
-            v[:NUM_CODES, CURRENT : CURRENT + NUM_CODES] = codes
-            o[PREVIOUS : PREVIOUS + NUM_CODES, :NUM_CODES] = codes
-        if layer == 2:
-            q[slow, CURRENT : CURRENT + NUM_CODES] = 100 * codes
-            k[slow, PREVIOUS : PREVIOUS + NUM_CODES] = codes
-            v[:NUM_CODES, CURRENT : CURRENT + NUM_CODES] = codes
-            o[CONSTANT + 1 : CONSTANT + 1 + NUM_CODES, :NUM_CODES] = codes
-        block = {"q_proj": q, "k_proj": k, "v_proj": v, "o_proj": o}
-        arrays |= {f"model.layers.{layer}.self_attn.{name}.weight": x for name, x in block.items()}
-        sizes = {"gate_proj": (8, HIDDEN), "up_proj": (8, HIDDEN), "down_proj": (HIDDEN, 8)}
-        arrays |= {f"model.layers.{layer}.mlp.{name}.weight": np.zeros(size) for name, size in sizes.items()}
-        norms = ("input_layernorm", "post_attention_layernorm")
-        arrays |= {f"model.layers.{layer}.{name}.weight": np.ones(HIDDEN) for name in norms}
-    save_file({name: np.ascontiguousarray(x, np.float32) for name, x in arrays.items()}, path / "model.safetensors")
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": NUM_CODES}
-    config |= {"hidden_size": HIDDEN, "intermediate_size": 8, "num_hidden_layers": 4, "num_attention_heads": 1}
-    config |= {"num_key_value_heads": 1, "head_dim": HEAD_DIM, "rope_theta": BASE, "max_position_embeddings": 512}
-    config |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "torch_dtype": "float32", "hidden_act": "silu"}
-    (path / "config.json").write_text(json.dumps(config))
+NUM_CODES = num_codes(TINY)
 
 
 def needle(seed: int, length: int, needle_len: int) -> tuple[list[int], list[int]]:
@@ -113,7 +68,7 @@ def needle(seed: int, length: int, needle_len: int) -> tuple[list[int], list[int
 
 
 def test_needles_are_found_in_a_quarter_of_the_keys(start: Start, tmp_path: Path) -> None:
-    write_induction_model(tmp_path)
+    write_copying_model(tmp_path)
     length, needle_len = 256, 6
     sizes = {"max_model_len": 272, "num_pages": 20, "max_num_seqs": 1, "model": str(tmp_path)}
     cases = [needle(seed, length, needle_len) for seed in range(16)]
