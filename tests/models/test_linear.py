@@ -9,12 +9,9 @@ import pytest
 
 from jaxserve.layers.linear import embed, linear
 from jaxserve.layers.norm import Norm
-from jaxserve.layers.token_context import TokenContext
 from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.pallas_kernels import narrow_floats, packed_linear
-from tests.models.test_adapters import ROWS, Adapted, adapted
 from tests.own_programs import UNOPTIMIZED
-from training.dense_model import DenseAttention
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
@@ -75,27 +72,3 @@ def test_products_and_rows_on_a_cpu(dtype):
         np.testing.assert_allclose(y, x.astype(np.float64) @ weight.astype(np.float64).T, rtol=0, atol=2e-4)
         assert rows.dtype == dtype
         np.testing.assert_array_equal(rows, weight[np.clip(ids, 0, 999)])
-
-
-def test_shards_add_parts_of_the_delta():
-    """Two devices: one has a part of the rows of W and B, the other way a part of the columns of W and A."""
-    rng, row = np.random.default_rng(0), jnp.arange(4) % ROWS
-    x, bias, matrix = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((4, 6), 8, (8, 6)))
-    whole = adapted(matrix, 1, rng)
-    wanted = np.stack([x @ whole.merged(r).T + bias[None] for r in range(ROWS)])[row, np.arange(4)]
-    tokens = TokenContext(jnp.arange(4), DenseAttention(4), row)
-
-    def halves(array, axis):
-        return jnp.stack(jnp.split(array, 2, axis))
-
-    def by_rows(matrix, b, bias):
-        return linear(x, Adapted(matrix, whole.a, b), tokens, bias=bias)
-
-    found = jax.vmap(by_rows, out_axes=1)(halves(whole.matrix, 0), halves(whole.b, 2), halves(bias, 0))
-    np.testing.assert_allclose(found.reshape(4, -1), wanted, rtol=1e-5, atol=1e-5)
-
-    def by_columns(matrix, a, x):
-        return linear(x, Adapted(matrix, a, whole.b), tokens, bias=bias, axis="tensor")
-
-    for each in jax.vmap(by_columns, axis_name="tensor")(halves(whole.matrix, 1), halves(whole.a, 3), halves(x, 1)):
-        np.testing.assert_allclose(each, wanted, rtol=1e-5, atol=1e-5)

@@ -45,8 +45,9 @@ def whole(llm: LLM, seed: int) -> dict[str, np.ndarray]:
     return in_layers | {f"base_model.model.{name}": array for name, array in drawn.items()}
 
 
-@pytest.mark.parametrize(("num_devices", "backend"), mainly([(4, "auto")], (2, "auto"), (8, "auto"), (4, "xla")))
-def test_tokens_are_those_of_one_device(start: Start, num_devices: int, backend: str) -> None:
+@pytest.mark.parametrize("case", mainly([(4, "auto")], (2, "auto"), (8, "auto"), (4, "xla")))
+def test_tokens_are_those_of_one_device(start: Start, case: tuple[int, str]) -> None:
+    num_devices, backend = case
     names, prompts = ["a", "b", None, "a"], [{"prompt_token_ids": tokens(count, count)} for count in (9, 5, 7, 11)]
     requests, outputs = [None if name is None else LoRARequest(name) for name in names], []
     for count in (1, num_devices):
