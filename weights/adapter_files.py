@@ -40,6 +40,7 @@ _TENSORS = {
     ),
 }
 _WRAPPERS = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")  # torch's, of no effect
+_STACKED = re.compile(r"(.+\.experts)(\.base_layer)?")  # modules in which PEFT adapts stacked experts' parameters
 _VECTORS = ("bias", "magnitude")
 _MAX_RANK = 4096
 # Configuration values under which a module's output is W x + scale * B A x, by key; absent keys are neutral.
@@ -47,7 +48,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "ensure_weight_tying": (False, None),
     "trainable_token_indices": (None, [], {}),
-    "target_parameters": (None, []),
     "layer_replication": (None, []),
     "use_qalora": (False, None),
     "use_bdlora": (False, None),
@@ -64,7 +64,8 @@ _CHANGING_BASE = re.compile("(?i)pissa.*|olora|corda.*|loftq|lora_ga")
 class AdapterModule(NamedTuple):
     """One module's factors: its output gains `scale * (x @ a.T @ b.T + bias)`.
 
-    An embedding's inputs are token ids: `a` has a column for each.
+    An embedding's inputs are token ids: `a` has a column for each. A module with stacked experts has factors by expert
+    along a further, first axis, which has size 1 for a factor that they share.
 
     Attributes:
         a: first factor [rank, in].
@@ -85,7 +86,7 @@ class AdapterModule(NamedTuple):
     @property
     def rank(self) -> int:
         """Number of rows in the first factor."""
-        return int(self.a.shape[0])
+        return int(self.a.shape[-2])
 
     @property
     def arrays(self) -> list[NDArray[Any]]:
@@ -159,7 +160,8 @@ def make_adapter(config: Mapping[str, Any], tensors: Mapping[str, Any], where: s
             unknown.append(name)
             continue
         array = np.asarray(from_torch(tensors[name]))
-        _check_floats(name, array, where, 1 if kind in _VECTORS else 2)
+        is_stacked = array.ndim == 3 and kind in "ab" and ".experts" in found["module"]
+        _check_floats(name, array, where, 1 if kind in _VECTORS else 3 if is_stacked else 2)
         own = tensors_by_module.setdefault(found["module"], {})
         if kind in own:
             raise CheckpointError(f"{where}: each tensor must be given once, got {name} under another name, too")
@@ -174,6 +176,9 @@ def make_adapter(config: Mapping[str, Any], tensors: Mapping[str, Any], where: s
     scales = _Scales(config, where)
     base = {name: own.pop("base").shape for name, own in tensors_by_module.items() if "base" in own}
     whole = {name: own.pop("whole") for name, own in tensors_by_module.items() if "whole" in own}
+    for name in [name for name in tensors_by_module if _STACKED.fullmatch(name)]:
+        own, parameter = tensors_by_module.pop(name), _parameter(name, config)
+        tensors_by_module[parameter] = _by_expert(own, scales.rank(parameter))
     modules = {name: _module(name, own, scales, where) for name, own in tensors_by_module.items() if own}
     _check_features(config, modules, whole, where)
     invocation = _invocation(config, where)
@@ -251,6 +256,11 @@ class _Scales:
             for name in ("rank_pattern", "alpha_pattern")
         )
 
+    def rank(self, module: str) -> int | None:
+        """Return a module's rank by the configuration; None if that has none."""
+        rank = self._matching(self._ranks, module, self._rank)
+        return None if rank is None else int(rank)
+
     def scale(self, module: str, rank: int) -> float:
         """Return a module's scale; CheckpointError if the configuration gives it another rank."""
         wanted = self._matching(self._ranks, module, self._rank)
@@ -298,7 +308,13 @@ def _module(name: str, own: Mapping[str, NDArray[Any]], scales: _Scales, where: 
     if others := set(own) - {first, second, *_VECTORS}:
         raise CheckpointError(f"{where}: {name} must have one pair of factors, got {listed(sorted(others))}, too")
     a, b = own[first], own[second]
-    if a.shape[0] != b.shape[1] or a.shape[0] > _MAX_RANK:
+    rank = a.shape[-2]
+    if (
+        a.ndim != b.ndim
+        or rank != b.shape[-1]
+        or rank > _MAX_RANK
+        or (a.ndim == 3 and {"bias", "magnitude"} & set(own))
+    ):
         raise CheckpointError(
             f"{where}: the factors of {name} must be [rank, in] and [out, rank] with a rank of at most {_MAX_RANK}, "
             f"got {list(a.shape)} and {list(b.shape)}"
@@ -308,7 +324,32 @@ def _module(name: str, own: Mapping[str, NDArray[Any]], scales: _Scales, where: 
             raise CheckpointError(
                 f"{where}: the {key} of {name} must have {b.shape[0]} elements, got {own[key].shape[0]}"
             )
-    return AdapterModule(a, b, scales.scale(name, a.shape[0]), own.get("bias"), own.get("magnitude"), is_table)
+    return AdapterModule(a, b, scales.scale(name, rank), own.get("bias"), own.get("magnitude"), is_table)
+
+
+def _parameter(name: str, config: Mapping[str, Any]) -> str:
+    """Return the name of the parameter that PEFT adapts in a module with stacked experts.
+
+    A wrapper for the first parameter is inside the one for the second, as its base layer.
+    """
+    inner, experts = name.endswith(".base_layer"), name.removesuffix(".base_layer")
+    targets = {str(target).rsplit(".", 1)[-1] for target in config.get("target_parameters") or ()}
+    known = sorted(targets & {"gate_up_proj", "down_proj"}, key=lambda target: "down" in target)
+    known = known or ["gate_up_proj", "down_proj"]
+    return f"{experts}.{known[0] if inner else known[-1]}"
+
+
+def _by_expert(own: Mapping[str, NDArray[Any]], rank: int | None) -> dict[str, NDArray[Any]]:
+    """Return stacked experts' factors by expert: PEFT has them as [E * rank, in] and [out, rank * E]."""
+    found = dict(own)
+    if "a" in own and own["a"].ndim == 2 and rank is not None and len(own["a"]) % rank == 0:
+        found["a"] = own["a"].reshape(-1, rank, own["a"].shape[1])
+    if "b" in own:
+        b = own["b"]
+        if b.ndim == 2 and rank is not None and b.shape[1] % rank == 0:
+            b = b.reshape(len(b), rank, -1)
+        found["b"] = np.moveaxis(b, 2, 0) if b.ndim == 3 else b
+    return found
 
 
 def _invocation(config: Mapping[str, Any], where: str) -> tuple[int, ...]:

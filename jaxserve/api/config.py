@@ -185,7 +185,8 @@ class EngineConfig:
         max_lora_rank: maximum rank of adapters. Smaller ranks take the same memory and time.
         lora_extras: features of adapters, beyond factors of the layers' matrices, that have memory in each slot:
             "embeddings" for factors of embedding and output projection, "modules_to_save" for whole matrices in their
-            place, "lora_bias" for biases, "use_dora" for magnitudes of rows (DoRA).
+            place, "lora_bias" for biases, "use_dora" for magnitudes of rows (DoRA),
+            "experts" for factors of routed experts.
         max_cpu_loras: maximum adapters in host memory, at least `max_loras`, including idle ones. Beyond that, the
             least recently used idle adapters are dropped, and read from their directories again. None keeps all.
         engine_process: run scheduler and model in a separate process; this one keeps tokenizer, texts and HTTP. Steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jaxserve.api.lora_request import EXPERTS
 from jaxserve.api.pooling_params import CLASSIFY, EMBED
 from jaxserve.api.sparsity_config import COMPACTING
 from jaxserve.errors import ConfigError
@@ -78,6 +79,8 @@ def _check_adapters(config: EngineConfig) -> None:
         ("kv_eviction", config.kv_eviction, None),
         ("sparse_attention", config.sparse_attention, None),
     )
+    if EXPERTS in config.lora_extras:
+        _require(f"lora_extras with {EXPERTS!r}", ("tensor_parallel_size", config.tensor_parallel_size, 1))
 
 
 def _check_devices(config: EngineConfig) -> None:

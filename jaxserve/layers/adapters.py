@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxserve.layers.linear import LinearContext, StackedMatrix, TokenTerm, WrappedMatrix, as_matrix
+from jaxserve.layers.linear import LinearContext, StackedMatrix, TokenTerm, Weight, WrappedMatrix, as_matrix
 from jaxserve.layers.norm import Norm, rms_norm
 from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.layers.token_context import TokenAdapters
@@ -48,6 +48,10 @@ class Factors(ABC):
     b: tuple[Shaped[Array, "..."], ...]
     bias: Float[Array, "S out"] | None
     scale: Float[Array, "S out"] | None
+
+    def adapted(self, matrix: Weight) -> AdaptedMatrix:
+        """Return the matrix with these adapters."""
+        return AdaptedMatrix(matrix, self)
 
     def term(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> TokenTerm:
         """Return adapted tokens' terms for a matrix.
@@ -163,9 +167,14 @@ def multiply_packed(
     x: Float[Array, "T in"], panels: Shaped[Array, "..."], num_outputs: int, adapters: TokenAdapters
 ) -> Float[Array, "T out"]:
     """Multiply tokens, sorted by adapter, by their adapters' packed matrices [out, in]."""
+    matrices = packed_matrix(panels, num_outputs, x.shape[1], adapters.num_slots)
+    return matrices.multiply_groups(x, adapters.group_sizes, LinearContext())
+
+
+def packed_matrix(panels: Shaped[Array, "..."], num_outputs: int, num_inputs: int, num_matrices: int) -> NativeMatrix:
+    """Return matrices [num_outputs, num_inputs], one after another in panels of floats."""
     none = jnp.zeros((len(panels), 0, 1, PANEL_ROWS), jnp.float32)
-    packed = PackedMatrix(panels, none, none, num_outputs, x.shape[1], adapters.num_slots, panels.dtype.name)
-    return NativeMatrix(packed).multiply_groups(x, adapters.group_sizes, LinearContext())
+    return NativeMatrix(PackedMatrix(panels, none, none, num_outputs, num_inputs, num_matrices, panels.dtype.name))
 
 
 @no_type_check
@@ -187,7 +196,7 @@ class AdaptedMatrix(WrappedMatrix):
         def adapted() -> Float[Array, "T outputs"]:
             return base.linear(x, context._replace(term=self.factors.term(x, context.norm, adapters)))
 
-        return _on_condition(adapters.has_adapted, adapted, lambda: base.linear(x, context))
+        return if_adapted(adapters, adapted, lambda: base.linear(x, context))
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
         """Return `x @ W.T` with adapted tokens' terms."""
@@ -207,14 +216,14 @@ class AdaptedMatrix(WrappedMatrix):
         def added() -> Float[Array, "T in"]:
             return self.factors.table_term(ids, adapters).added_to(rows).astype(rows.dtype)
 
-        return _on_condition(adapters.has_adapted, added, lambda: rows)
+        return if_adapted(adapters, added, lambda: rows)
 
     def _with_terms(
         self, y: Float[Array, "T out"], x: Float[Array, "T in"], context: LinearContext
     ) -> Float[Array, "T out"]:
         """Return y with adapted tokens' terms."""
         adapters = _adapters(context)
-        return _on_condition(adapters.has_adapted, lambda: self.factors.term(x, None, adapters).added_to(y), lambda: y)
+        return if_adapted(adapters, lambda: self.factors.term(x, None, adapters).added_to(y), lambda: y)
 
 
 @no_type_check
@@ -326,10 +335,17 @@ def _adapters(context: LinearContext) -> TokenAdapters:
     return context.adapters
 
 
+def if_adapted(
+    adapters: TokenAdapters, adapted: Callable[[], Array], plain: Callable[[], Array]
+) -> Float[Array, "T out"]:
+    """Call and return `adapted` if any token has an adapter, otherwise `plain`; see `_on_condition`."""
+    return _on_condition(adapters.has_adapted, adapted, plain)
+
+
 def _on_condition(
     condition: Bool[Array, ""], adapted: Callable[[], Array], plain: Callable[[], Array]
 ) -> Float[Array, "T out"]:
-    """Call and return `adapted` if the condition holds, such as that any token has an adapter, otherwise `plain`.
+    """Call and return `adapted` if the condition holds, otherwise `plain`.
 
     Only CPUs branch: the terms cost accelerators little next to the matrix, and a branch would cost them more.
     """

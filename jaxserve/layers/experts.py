@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.linear import LinearContext, Weight, as_matrix, linear
+from jaxserve.layers.linear import LinearContext, SortedGroups, Weight, as_matrix, linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.layers.token_exchange import all_tokens, sum_local_tokens
@@ -114,29 +114,6 @@ def _in_best_groups(ranked: Float[Array, "T E"], experts: Experts) -> Float[Arra
     return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
-class SortedPairs(NamedTuple):
-    """Pairs (token, expert), sorted by expert.
-
-    Attributes:
-        order: index t * k + i by sorted position: the i-th expert of token t.
-        position: sorted position of pair t * k + i.
-        group_sizes: number of pairs for each local expert, in sorted order.
-    """
-
-    order: Int[Array, " M"]
-    position: Int[Array, " M"]
-    group_sizes: Int[Array, " held"]
-
-    @classmethod
-    def sort(cls, ids: Int[Array, "T k"], num_experts: int) -> SortedPairs:
-        """Sort the pairs of T tokens and their k experts by expert; `ids` outside [0, num_experts) come last."""
-        expert_ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
-        pairs = jnp.arange(expert_ids.size, dtype=jnp.int32)
-        order = jnp.argsort(expert_ids, stable=True).astype(jnp.int32)
-        position = jnp.zeros_like(pairs).at[order].set(pairs, unique_indices=True)
-        return cls(order, position, jnp.zeros(num_experts, jnp.int32).at[expert_ids].add(1, mode="drop"))
-
-
 class ExpertWeights(NamedTuple):
     """Parameters of an MoE layer.
 
@@ -202,7 +179,9 @@ def apply_experts(
         ids = jnp.where(tokens.live[:, None], ids, experts.num_experts)
     tokens = tokens.count_experts(ids)
     first = 0 if experts.num_shards == 1 else lax.axis_index(experts.shard_axis) * experts.num_held
-    pairs = SortedPairs.sort(ids - first, experts.num_held)
+    local_ids, num_held = ids - first, experts.num_held
+    is_held = (local_ids >= 0) & (local_ids < num_held)
+    pairs = SortedGroups.sort(jnp.where(is_held, local_ids, num_held).reshape(-1), num_held)
     parts = None if axis is None else _expert_axes(axis, experts)
     token = pairs.order // experts.per_token
     context = LinearContext(
@@ -212,12 +191,12 @@ def apply_experts(
         dtype=x.dtype,
         num_shards=experts.num_shards,
     )
-    inner = as_matrix(matrices.gate_up).linear_groups(x[token], pairs.group_sizes, context)
+    inner = as_matrix(matrices.gate_up).linear_groups(x[token], pairs.sizes, context)
     down_bias = _local_biases(matrices.down_bias, first, experts)
     if parts is not None and down_bias is not None:  # outputs are summed over the devices with parts of an expert
         down_bias = jnp.where(lax.axis_index(parts) == 0, down_bias, 0)
     context = context._replace(bias=down_bias, activation=None, axis=parts)
-    outputs = as_matrix(matrices.down).linear_groups(inner, pairs.group_sizes, context)
+    outputs = as_matrix(matrices.down).linear_groups(inner, pairs.sizes, context)
     by_token = outputs[pairs.position].reshape(*ids.shape, -1).astype(jnp.float32)
     y = jnp.sum(by_token * weights[:, :, None], axis=1).astype(x.dtype)
     y = sum_local_tokens(y, token_axis)

@@ -115,6 +115,10 @@ class Matrix(ABC):
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
 
+    def at_layer(self, layer: Int[Array, ""]) -> Matrix:
+        """Return one layer's matrix in this stack, which kernels read in place."""
+        return StackedMatrix(self, layer)
+
     def look_up(self, ids: Int[Array, " T"], adapters: TokenAdapters | None) -> Float[Array, "T in"]:
         """Return the rows of tokens in an embedding; adapted embeddings override this."""
         return self.rows(ids)
@@ -168,11 +172,35 @@ class Matrix(ABC):
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M outputs"]:
         """Compute a linear layer with a matrix and bias per group, without the sum over devices."""
-        bias = context.bias
-        y = self.multiply_groups(x, group_sizes, context if bias is None else context._replace(dtype=jnp.float32))
+        bias, term = context.bias, context.term
+        is_last = bias is None and term is None
+        y = self.multiply_groups(x, group_sizes, context if is_last else context._replace(dtype=jnp.float32))
+        y = y if term is None else term.added_to(y)
         if bias is not None:
             y += bias.astype(y.dtype).at[row_groups(group_sizes, len(x))].get(mode="fill", fill_value=0)
         return context._replace(bias=None).finish(y.astype(context.dtype))
+
+
+class SortedGroups(NamedTuple):
+    """Rows sorted by group.
+
+    Attributes:
+        order: index of the row at each sorted position.
+        position: sorted position of each row.
+        sizes: number of rows per group.
+    """
+
+    order: Int[Array, " M"]
+    position: Int[Array, " M"]
+    sizes: Int[Array, " G"]
+
+    @classmethod
+    def sort(cls, group: Int[Array, " M"], num_groups: int) -> SortedGroups:
+        """Sort rows by group; those of group `num_groups` are in none and come last."""
+        order = jnp.argsort(group, stable=True).astype(jnp.int32)
+        index = jnp.arange(group.size, dtype=jnp.int32)
+        position = jnp.zeros_like(index).at[order].set(index, unique_indices=True)
+        return cls(order, position, jnp.zeros(num_groups, jnp.int32).at[group].add(1, mode="drop"))
 
 
 def row_groups(group_sizes: Int[Array, " G"], num_rows: int) -> Int[Array, " M"]:
@@ -382,6 +410,11 @@ def _group_tile_rows(num_rows: int, num_groups: int) -> int:
     """Return the rows per tile of a grouped matmul: a power of two near the mean group size, from 8 to 512."""
     mean = 1 << max(0, num_rows // num_groups - 1).bit_length()
     return min(num_rows, max(_MIN_TILE, min(mean, _MAX_TILE)))
+
+
+def at_layer(stack: Float[Array, "layers out in"] | Matrix, layer: Int[Array, ""]) -> Matrix:
+    """Return one layer's matrix in a stack, which kernels read in place."""
+    return stack.at_layer(layer) if isinstance(stack, Matrix) else StackedMatrix(stack, layer)
 
 
 def as_matrix(weight: Weight) -> Matrix:

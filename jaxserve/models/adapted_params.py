@@ -9,7 +9,8 @@ from jax import Array, lax
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from jaxserve.layers.adapters import AdaptedMatrix, Factors, ReplacedMatrix, write_slot
+from jaxserve.layers.adapted_experts import ExpertFactors
+from jaxserve.layers.adapters import Factors, ReplacedMatrix, write_slot
 from jaxserve.layers.sharding import MeshAxes, split_axes
 from jaxserve.models.adapted_specs import EMBED, HEAD
 from jaxserve.models.adapter_layout import AdapterLayout
@@ -17,7 +18,8 @@ from jaxserve.models.adapter_norms import scaled
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ScannedLayers
 
-Layer = Callable[[Params, Mapping[str, Factors]], Params]
+MatrixFactors = Factors | ExpertFactors
+Layer = Callable[[Params, Mapping[str, MatrixFactors]], Params]
 
 
 def with_adapters(params: Params, adapters: Params | None) -> Params:
@@ -30,13 +32,13 @@ def with_adapters(params: Params, adapters: Params | None) -> Params:
     if adapters is None:
         return params
 
-    def wrap(p: Params, own: Mapping[str, Factors]) -> Params:
-        return {**p, **{name: AdaptedMatrix(p[name], factors) for name, factors in own.items()}}
+    def wrap(p: Params, own: Mapping[str, MatrixFactors]) -> Params:
+        return {**p, **{name: factors.adapted(p[name]) for name, factors in own.items()}}
 
     wrapped, whole = _tables(params), adapters.get("whole", {})
     tables = {name for name in wrapped if name in adapters or name in whole}
     wrapped |= {name: ReplacedMatrix(wrapped[name], own) for name, own in whole.items()}
-    wrapped |= {name: AdaptedMatrix(wrapped[name], adapters[name]) for name in tables if name in adapters}
+    wrapped |= {name: adapters[name].adapted(wrapped[name]) for name in tables if name in adapters}
     layers = _map_layers(wrap, wrap, params["layers"], adapters["layers"])
     return {**params, **{name: wrapped[name] for name in tables}, "layers": layers}
 
@@ -82,10 +84,13 @@ def _with_scales(new: Params, params: Params, axes: Mapping[str, MeshAxes | None
         axes: mesh axes along which each device has some columns, by matrix name.
     """
 
-    def scale(p: Params, own: Mapping[str, Factors]) -> Params:
-        return {name: scaled(factors, p[name], axes.get(name)) for name, factors in own.items()}
+    def scale(p: Params, own: Mapping[str, MatrixFactors]) -> Params:
+        return {
+            name: scaled(factors, p[name], axes.get(name)) if isinstance(factors, Factors) else factors
+            for name, factors in own.items()
+        }
 
-    def scale_stacked(p: Params, own: Mapping[str, Factors]) -> Params:
+    def scale_stacked(p: Params, own: Mapping[str, MatrixFactors]) -> Params:
         stacked = {name: p[name] for name in own}
         return cast("Params", lax.map(lambda both: scale(*both), (stacked, own)))
 

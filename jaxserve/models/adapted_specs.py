@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+import difflib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from jaxserve.api.lora_request import EMBEDDINGS
+import numpy as np
+
+from jaxserve.api.lora_request import EMBEDDINGS, EXPERTS
+from jaxserve.errors import ConfigError
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import ParamSpec
+from jaxserve.models.layer_tensors import MoeNames
+from jaxserve.models.params import EXPERT_MATRICES, ParamSpec
+from jaxserve.weights.adapter_files import AdapterModule, module_names
 
 EMBED, HEAD = ("embed",), ("lm_head",)
+# Indices among gate, up and down projection in a stacked parameter; w1 to w3 are Mixtral's names.
+_EXPERT_PARTS = {"gate_up_proj": (0, 1), "gate_proj": (0,), "w1": (0,), "up_proj": (1,), "w3": (1,)}
+_EXPERT_PARTS |= {"down_proj": (2,), "w2": (2,)}
 _FIXED = ("router", "kv_b_proj")  # matrices in layers that are not only multiplied with tokens
 
 
@@ -65,6 +74,16 @@ class AdaptedSpec:
         return tuple(sum(self.local.hf_rows[part.start : part.stop]) for part in self.parts)
 
     @property
+    def num_experts(self) -> int:
+        """Number of experts' matrices that are concatenated; 1 for a single matrix."""
+        return self.spec.num_matrices
+
+    @property
+    def num_parts(self) -> int:
+        """Number of modules per matrix."""
+        return len(self.parts) // self.num_experts
+
+    @property
     def is_table(self) -> bool:
         """True for an embedding, as a matrix [D, V] that token ids choose columns of."""
         return self.spec.path == EMBED
@@ -91,6 +110,8 @@ def adapted_specs(arch: ArchConfig, local: ArchConfig, extras: Collection[str]) 
     """
     both = zip(registry.param_specs(arch), registry.param_specs(local), strict=True)
     found = [AdaptedSpec(spec, own) for spec, own in both if _can_adapt(spec)]
+    if EXPERTS in extras:
+        found += [AdaptedSpec(spec, spec) for spec in expert_specs(arch)]
     if EMBEDDINGS not in extras:
         return found
     for spec, own in zip(embeddings(arch), embeddings(local), strict=True):
@@ -104,6 +125,72 @@ def embeddings(arch: ArchConfig) -> list[ParamSpec]:
     embed = specs[EMBED]
     tied = dataclasses.replace(embed, path=HEAD, hf_names=(f"{registry.family(arch).names.head}.weight",))
     return [embed] if arch.pooler is not None else [embed, specs.get(HEAD, tied)]
+
+
+def expert_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return the specs for routed experts' matrices, each expert's modules under separate names."""
+    names = registry.family(arch).names.moe
+    if not isinstance(names, MoeNames):
+        return []
+    return [
+        _separate(spec, names.parts or MoeNames().parts)
+        for spec in registry.param_specs(arch)
+        if spec.experts is not None and spec.is_matrix and spec.path[-1] in EXPERT_MATRICES
+    ]
+
+
+def _separate(spec: ParamSpec, parts: Sequence[str]) -> ParamSpec:
+    """Return a spec for experts' matrices with names by expert and part, as checkpoints have or had them."""
+    if not spec.stacked:
+        return spec
+    experts, own = spec.hf_names[0].rpartition(".")[0], parts[:2] if spec.path[-1] == EXPERT_MATRICES[0] else parts[2:]
+    names = [f"{experts}.{index}.{part}.weight" for index in range(spec.num_matrices) for part in own]
+    return dataclasses.replace(spec, hf_names=tuple(names), stacked=False)
+
+
+def separate_experts(modules: Mapping[str, AdapterModule], arch: ArchConfig) -> Iterator[tuple[str, AdapterModule]]:
+    """Yield an adapter's modules, stacked experts' by expert and part.
+
+    Raises:
+        ConfigError: factors are stacked for another number of experts.
+    """
+    specs = expert_specs(arch)
+    known = {spec.hf_names[0].rpartition(".experts.")[0]: spec.num_matrices for spec in specs}
+    names = registry.family(arch).names.moe
+    parts = (names.parts if isinstance(names, MoeNames) else ()) or MoeNames().parts
+    for name, module in modules.items():
+        layer, _, parameter = name.rpartition(".experts.")
+        if module.a.ndim != 3 or parameter not in _EXPERT_PARTS:
+            yield name, module
+            continue
+        layers = (each for other in (layer, layer.replace(".mlp", ".block_sparse_moe")) for each in module_names(other))
+        if (own := next((each for each in layers if each in known), None)) is None:
+            yield name, module
+            continue
+        num_experts, indices = known[own], _EXPERT_PARTS[parameter]
+        if not {len(module.a), len(module.b)} <= {1, num_experts}:
+            raise ConfigError(
+                f"stacked factors of {name} must be for {num_experts} experts, or 1 if they share one, got "
+                f"{len(module.a)} and {len(module.b)}"
+            )
+        for expert in range(num_experts):
+            a, b = (factor[expert if len(factor) > 1 else 0] for factor in (module.a, module.b))
+            for index, rows in zip(indices, np.split(b, len(indices)), strict=True):
+                yield f"{own}.experts.{expert}.{parts[index]}", module._replace(a=a, b=rows)
+
+
+def unknown_module(name: str, known: Sequence[str], arch: ArchConfig) -> str:
+    """Return the error message for an adapter's module that cannot be adapted."""
+    tensors = {hf_name.removesuffix(".weight") for spec in registry.param_specs(arch) for hf_name in spec.hf_names}
+    for extra in (EMBEDDINGS, EXPERTS):
+        known_with = {part.module for each in adapted_specs(arch, arch, (extra,)) for part in each.parts}
+        if any(own in known_with for own in module_names(name)):
+            return f"adapters of {name} need lora_extras with {extra!r}; start the engine with it"
+    if any(own in tensors for own in module_names(name)):
+        return f"adapters of {name} are not supported; train one without it"
+    near = difflib.get_close_matches(name, known, 1, 0.0)
+    hint = f"; the most similar one is {near[0]}" if near else ""
+    return f"each module of an adapter must be in the model, {arch.architecture}, got {name}{hint}"
 
 
 def _as_columns(embed: ParamSpec) -> ParamSpec:

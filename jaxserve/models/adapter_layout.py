@@ -5,7 +5,6 @@ A fused matrix has factors for each of its checkpoint modules, such as the proje
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from jaxserve.api.lora_request import EMBEDDINGS, LORA_BIAS, LORA_EXTRAS, MODULES_TO_SAVE, USE_DORA
+from jaxserve.api.lora_request import LORA_BIAS, MODULES_TO_SAVE, USE_DORA
 from jaxserve.errors import ConfigError
+from jaxserve.layers.adapted_experts import ExpertFactors, FloatExpertFactors, NativeExpertFactors
 from jaxserve.layers.adapters import (
     RANK_GRAIN,
     Factors,
@@ -29,8 +29,15 @@ from jaxserve.layers.adapters import (
     WholeMatrices,
 )
 from jaxserve.layers.sharding import named_sharding, num_parts, split_axes, tensor_size, whole_shape
-from jaxserve.models import registry
-from jaxserve.models.adapted_specs import HEAD, AdaptedSpec, Part, adapted_specs, embeddings
+from jaxserve.models.adapted_specs import (
+    HEAD,
+    AdaptedSpec,
+    Part,
+    adapted_specs,
+    embeddings,
+    separate_experts,
+    unknown_module,
+)
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, device_slices, stack_layers
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
@@ -79,7 +86,22 @@ class AdapterLayout:
             joined = whole_shape(mesh, local, axes)
             return jax.ShapeDtypeStruct(joined, jnp.dtype(dtype), sharding=named_sharding(mesh, axes))
 
-        def factors(each: AdaptedSpec) -> Factors:
+        def experts(each: AdaptedSpec) -> ExpertFactors:
+            count, sizes = slots * each.num_experts, each.part_sizes[: each.num_parts]
+            if not self.is_native:
+                a = shape((count * each.num_parts * self.rank, each.num_inputs), (None, None))
+                return self._experts(each, a, [shape((count * size, self.rank), (None, None)) for size in sizes])
+            num_panels = [count * -(-size // PANEL_ROWS) for size in (each.num_parts * self.rank, *sizes)]
+            num_inputs = [each.num_inputs, *[self.rank] * len(sizes)]
+            a, *b = (
+                shape((panels, inputs, 1, PANEL_ROWS), (None,) * 4)
+                for panels, inputs in zip(num_panels, num_inputs, strict=True)
+            )
+            return self._experts(each, a, b)
+
+        def factors(each: AdaptedSpec) -> Factors | ExpertFactors:
+            if each.spec.experts is not None:
+                return experts(each)
             (rows, columns), num_ranks = each.axes, len(each.parts) * self.rank
             if each.is_table:
                 a = shape((slots * each.num_inputs, self.rank), (columns, None))
@@ -131,10 +153,14 @@ class AdapterLayout:
         """
         found, matrices = self.check(adapter, arch), self._check_whole(adapter, arch)
 
-        def factors(each: AdaptedSpec) -> Factors:
+        def factors(each: AdaptedSpec) -> Factors | ExpertFactors:
             modules = [found.get(part.module) for part in each.parts]
             a = np.concatenate([self._first(each, module) for module in modules])
             b = [self._second(each, part, module) for part, module in zip(each.parts, modules, strict=True)]
+            if each.spec.experts is not None:
+                by_part = [b[part :: each.num_parts] for part in range(each.num_parts)]
+                stored = [np.concatenate([self._panels(x) if self.is_native else x for x in own]) for own in by_part]
+                return self._experts(each, self._stored(a, transposed=False), stored)
             bias = self._bias(each, modules, mesh) if self._has_bias(each) else None
             scale = self._magnitudes(each, modules, mesh) if self._has_scale(each) else None
             return self._factors(each, *self._split(each, a, b, mesh), bias, scale)
@@ -163,15 +189,15 @@ class AdapterLayout:
         specs = self.specs(arch, arch)
         known = {part.module: (each, part) for each in specs for part in each.parts}
         found: dict[str, AdapterModule] = {}
-        for name, module in adapter.modules.items():
+        for name, module in separate_experts(adapter.modules, arch):
             own = next((each for each in module_names(name) if each in known), None)
             if own is None:
-                raise ConfigError(_unknown_module(name, list(known), arch))
+                raise ConfigError(unknown_module(name, list(known), arch))
             if own in found:
                 raise ConfigError(f"an adapter must have one pair of factors for {own}, got another one named {name}")
             each, part = known[own]
             wanted = each.num_rows(part), each.spec.shape[1]
-            got = module.b.shape[0], module.a.shape[1]
+            got = module.b.shape[-2], module.a.shape[-1]
             if each.is_table != module.is_table:
                 kind = "lora_embedding_A and lora_embedding_B" if each.is_table else "lora_A and lora_B"
                 raise ConfigError(f"an adapter must have {kind} for {own}, got other factors; save it with PEFT")
@@ -185,6 +211,8 @@ class AdapterLayout:
                     f"the rank of an adapter must be at most max_lora_rank, {self.max_rank}, got {module.rank} in "
                     f"{name}; raise max_lora_rank"
                 )
+            if each.spec.experts is not None and not (module.bias is None and module.magnitude is None):
+                raise ConfigError(f"adapters of routed experts must have factors only, got vectors for {name}")
             if module.bias is not None:
                 self._require(LORA_BIAS, f"biases, as of {name},")
             if module.magnitude is not None:
@@ -236,7 +264,7 @@ class AdapterLayout:
         self,
         arch: ArchConfig,
         mesh: Mesh | None,
-        factors: Callable[[AdaptedSpec], Factors],
+        factors: Callable[[AdaptedSpec], Factors | ExpertFactors],
         whole: Callable[[ParamSpec, ParamSpec], WholeMatrices],
         stack: Any = None,
     ) -> Params:
@@ -267,11 +295,11 @@ class AdapterLayout:
 
     def _has_bias(self, each: AdaptedSpec) -> bool:
         """Return whether adapters may add a bias to a matrix's outputs."""
-        return LORA_BIAS in self.extras and not each.is_table
+        return LORA_BIAS in self.extras and not each.is_table and each.spec.experts is None
 
     def _has_scale(self, each: AdaptedSpec) -> bool:
         """Return whether adapters may multiply a matrix's outputs."""
-        return USE_DORA in self.extras and not each.is_table
+        return USE_DORA in self.extras and not each.is_table and each.spec.experts is None
 
     @property
     def reads_weights(self) -> bool:
@@ -282,6 +310,12 @@ class AdapterLayout:
     def _whole(stack: Any, given: Any, num_packed: int | None) -> WholeMatrices:
         """Return whole matrices; `num_packed` is the number of rows of packed ones, None for others."""
         return FloatMatrices(stack, given) if num_packed is None else NativeMatrices(stack, given, num_packed)
+
+    def _experts(self, each: AdaptedSpec, a: Any, b: Sequence[Any]) -> ExpertFactors:
+        """Return the factors of routed experts."""
+        sizes = each.part_sizes[: each.num_parts]
+        factors = NativeExpertFactors if self.is_native else FloatExpertFactors
+        return factors(a, tuple(b), sizes, each.num_experts)
 
     def _factors(self, each: AdaptedSpec, a: Any, b: Sequence[Any], bias: Any, scale: Any) -> Factors:
         arrays = a, tuple(b), bias, scale
@@ -393,22 +427,14 @@ class AdapterLayout:
         """Return a device's matrix [out, in] as its stack has it: packed, or else as it is or transposed."""
         if not self.is_native:
             return np.ascontiguousarray(matrix.T) if transposed else matrix
+        return self._panels(matrix)
+
+    @staticmethod
+    def _panels(matrix: NDArray[Any]) -> NDArray[Any]:
+        """Return a matrix in panels for the native kernels."""
         padded = np.pad(matrix, ((0, -len(matrix) % PANEL_ROWS), (0, 0)))
         panels = padded.reshape(-1, PANEL_ROWS, matrix.shape[1])
         return np.ascontiguousarray(np.swapaxes(panels, 1, 2)[:, :, None])
-
-
-def _unknown_module(name: str, known: Sequence[str], arch: ArchConfig) -> str:
-    """Return the error message for an adapter's module that cannot be adapted."""
-    tensors = {hf_name.removesuffix(".weight") for spec in registry.param_specs(arch) for hf_name in spec.hf_names}
-    extra = {part.module for each in adapted_specs(arch, arch, LORA_EXTRAS) for part in each.parts}
-    if any(own in extra for own in module_names(name)):
-        return f"adapters of {name} need lora_extras with {EMBEDDINGS!r}; start the engine with it"
-    if any(own in tensors for own in module_names(name)):
-        return f"adapters of {name} are not supported; train one without it"
-    near = difflib.get_close_matches(name, known, 1, 0.0)
-    hint = f"; the most similar one is {near[0]}" if near else ""
-    return f"each module of an adapter must be in the model, {arch.architecture}, got {name}{hint}"
 
 
 def _names(each: AdaptedSpec) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.layers.linear import Matrix, StackedMatrix, embed, linear
+from jaxserve.layers.linear import Matrix, at_layer, embed, linear
 from jaxserve.layers.token_context import TokenAdapters, TokenContext
 from jaxserve.layers.token_exchange import all_tokens, local_tokens
 from jaxserve.models import registry
@@ -84,7 +84,7 @@ def forward_with_features(
         x, features, tokens = state
         period, feature_indices, kv_positions, index, period_inputs = xs
         for kind, matrices in enumerate(period):
-            p = {**matrices, **{name: StackedMatrix(stack, index) for name, stack in in_place[kind].items()}}
+            p = {**matrices, **{name: at_layer(stack, index) for name, stack in in_place[kind].items()}}
             if num_features:
                 features = features.at[feature_indices[kind]].set(x, mode="drop")
             own = None if period_inputs is None else period_inputs[kind]

@@ -1,9 +1,12 @@
 """Steps with LoRA adapters, compiled for chips: stacks are read in place, and loads compile one program."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 
 from jaxserve.api.lora_request import LORA_EXTRAS
+from jaxserve.assembly.memory import tree_bytes
 from jaxserve.models import decoder
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -37,4 +40,5 @@ def test_a_step_copies_no_stack(targets, name, backend):
     assert grown < max(smallest // 2, 64 * NUM_TOKENS * (widest + NUM_SLOTS * RANK)), grown
     writer = adapted._lowering(arch).writers()["set_adapter"]
     [compiled] = adapted._chip.compile_all([writer()])
-    assert temp_bytes(compiled) < smallest
+    one = tree_bytes(replace(layout, num_slots=1).abstract(arch, None))
+    assert temp_bytes(compiled) < max(smallest, 2 * one)  # in float32, for row norms

@@ -34,6 +34,7 @@ MODULES = {"deepseek_v2": MLA, "deepseek_v3": MLA}
 IS_NATIVE = [False] + ([True] if packed_linear.unsupported("float32", jax.default_backend()) is None else [])
 
 
+PARAMETERS = ("gate_up", "down")  # experts' parameters, in the order in which PEFT wraps them
 # Adapters of llama with more than factors in layers, by the extra that they need.
 VARIANTS = {
     "embeddings": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
@@ -49,7 +50,7 @@ def test_adapters_have_the_logits_of_peft(tmp_path, family, is_native):
     model = write_checkpoint(tmp_path / "model", family, **{"num_hidden_layers": 2} if family == "llama" else {})
     fields = {"target_modules": MODULES.get(family, "all-linear"), "exclude_modules": ["gate", "shared_expert_gate"]}
     configs = {"one": {"r": 3, **fields}, "two": {"r": 16, **fields}}
-    check(tmp_path, model, configs, is_native=is_native, is_scanned=family == "llama" and not is_native)
+    check(tmp_path, model, configs, is_native=is_native, is_scanned=family == "llama" and not is_native, extras=())
 
 
 @pytest.mark.parametrize("is_native", IS_NATIVE)
@@ -65,13 +66,25 @@ def test_variants_have_the_logits_of_peft(tmp_path, is_tied, is_native):
     check(tmp_path, model, configs, is_native=is_native, is_scanned=is_tied and not is_native)
 
 
+@pytest.mark.parametrize("is_native", IS_NATIVE)
+@pytest.mark.parametrize("family", some_by_default(("qwen3_moe", "qwen2_moe", "deepseek_v3", "mixtral"), "qwen3_moe"))
+def test_adapters_of_experts_have_the_logits_of_peft(tmp_path, family, is_native):
+    sizes = {"num_hidden_layers": 2, "decoder_sparse_step": 1} if family == "qwen3_moe" else {}
+    model = write_checkpoint(tmp_path / "model", family, **sizes)
+    targets = {"target_modules": ["o_proj"], "target_parameters": [f"mlp.experts.{name}_proj" for name in PARAMETERS]}
+    configs = {"one": {"r": 3, **targets}, "two": {"r": 16, **targets}}
+    configs["down"] = {"r": 5, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+    is_scanned = family == "qwen3_moe" and not is_native
+    check(tmp_path, model, configs, is_native=is_native, is_scanned=is_scanned, extras=("experts",))
+
+
 @pytest.mark.parametrize("family", some_by_default(("gemma3", "granite", "gpt2"), "gemma3"))
 def test_adapters_of_scaled_embeddings_have_the_logits_of_peft(tmp_path, family):
     targets = ["wte", "c_attn"] if family == "gpt2" else ["embed_tokens", "v_proj"]
     check(tmp_path, write_checkpoint(tmp_path / "model", family), {"one": {"target_modules": targets}}, is_native=False)
 
 
-def check(tmp_path, model, configs, *, is_native, is_scanned=False):
+def check(tmp_path, model, configs, *, is_native, is_scanned=False, extras=LORA_EXTRAS):
     """Check that each configuration's adapter has PEFT's logits, in stacks that hold all of them."""
     pefts = {name: write_adapters(copy.deepcopy(model), tmp_path, {name: configs[name]}) for name in configs}
     arch = registry.from_hf_config(weights.read_config(tmp_path / "model")).within(NUM_TOKENS)
@@ -79,7 +92,6 @@ def check(tmp_path, model, configs, *, is_native, is_scanned=False):
     transform = matrix_transform(specs, native=is_native)
     params = weights.load(tmp_path / "model", specs, jnp.float32, transform=transform)
     params = stack_layers(params, arch.period, num_first=arch.num_first_layers) if is_scanned else params
-    extras = LORA_EXTRAS if len(configs) != 2 else ()
     layout = AdapterLayout(
         len(configs) + 1, RANK, dtype="float32", is_native=is_native, is_scanned=is_scanned, extras=extras
     )

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxserve.layers.linear import LinearContext, Matrix, MeshAxes, TokenTerm
+from jaxserve.layers.linear import LinearContext, Matrix, MeshAxes, SortedGroups, TokenTerm, row_groups
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.weight_formats.matrix_inputs import PLAIN_INPUTS, MatrixInputs
@@ -154,8 +154,26 @@ class NativeMatrix(Matrix):
         """Compute the linear layers in one call if the matrices are gated and have no bias."""
         if not self.packed.gated or context.activation is not swiglu or context.bias is not None:
             return super().linear_groups(x, group_sizes, context)
+        if context.term is not None:
+            return self._groups_separately(x, group_sizes, context.term, context)
         x, input_format = self._prepared(x, context.axis)
         return grouped_matmul(x, self.packed, group_sizes, input_format=input_format).astype(context.dtype)
+
+    def _groups_separately(
+        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], term: TokenTerm, context: LinearContext
+    ) -> Float[Array, "M outputs"]:
+        """Compute gated linear layers some of whose rows add a term before SwiGLU; see `_separately`."""
+        group, is_adapted = row_groups(group_sizes, len(x)), term.adapters.is_adapted
+        x, input_format = self._prepared(x, context.axis)
+
+        def computed(packed: PackedMatrix, has_row: Bool[Array, " M"]) -> Float[Array, "M columns"]:
+            """Multiply the rows in a mask; return arbitrary outputs for the others."""
+            rows = SortedGroups.sort(jnp.where(has_row, group, group_sizes.size), group_sizes.size)
+            return grouped_matmul(x[rows.order], packed, rows.sizes, input_format=input_format)[rows.position]
+
+        plain = _plain_rows(self.packed, computed(_plain_panels(self.packed), is_adapted))
+        adapted, others = context.finish(term.applied_to(plain)), computed(self.packed, ~is_adapted)
+        return term.select(adapted, others).astype(context.dtype)
 
 
 def _plain_panels(packed: PackedMatrix) -> PackedMatrix:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, LoRARequest, SamplingParams
-from jaxserve.api.lora_request import LORA_EXTRAS
+from jaxserve.api.lora_request import EXPERTS, LORA_EXTRAS
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.models.adapted_specs import adapted_specs, embeddings
 from tests.e2e.workloads import TOLERANCE, tokens
@@ -14,7 +14,8 @@ from tests.parameters import mainly
 
 Start = Callable[..., DrivenEngine]
 
-LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "lora_extras": LORA_EXTRAS}
+EXTRAS = tuple(extra for extra in LORA_EXTRAS if extra != EXPERTS)  # experts are adapted on one device only
+LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "lora_extras": EXTRAS}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 
 
@@ -25,7 +26,7 @@ def tensors(llm: LLM, seed: int, vector: str = "lora_B.bias") -> dict[str, np.nd
     def draw(*shape: int) -> np.ndarray:
         return (0.2 * rng.normal(size=shape)).astype(np.float32)
 
-    for each in adapted_specs(arch, arch, LORA_EXTRAS):
+    for each in adapted_specs(arch, arch, EXTRAS):
         for part in each.parts:
             prefix = f"base_model.model.{part.module}"
             names = "lora_embedding_{}" if each.is_table else "lora_{}.weight"
