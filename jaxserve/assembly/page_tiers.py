@@ -63,7 +63,7 @@ def build_movers(config: EngineConfig, executors: Sequence[Executor], stats: Eng
 def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats) -> PageMover:
     """Return the page mover of a runner, with its tiers."""
     lowering = runner.programs.lowering
-    pool = lowering.abstract_state().kv_pages
+    pool = lowering.abstract_state.kv_pages
     shapes = [abstract_page(leaf, lowering.mesh) for leaf in jax.tree.leaves(pool)]
     page_bytes = num_page_bytes(shapes)
     media: list[Medium] = []

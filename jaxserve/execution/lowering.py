@@ -96,7 +96,7 @@ class Lowering:
     @property
     def key_parts(self) -> tuple[object, ...]:
         """Everything that determines the programs except the devices; distinguished by `repr`."""
-        arrays = (self.param_shapes, self.abstract_state(), self.draft_shapes)
+        arrays = (self.param_shapes, self.abstract_state, self.draft_shapes)
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), arrays)
         options = (self.backend, self.linear_backend, self.max_steps, self.compiler_options)
         return self.arch, self.sizes, *options, self.proposer, self.adapters, shapes
@@ -130,8 +130,9 @@ class Lowering:
         sizes |= {"sparsity": self.sizes.sparsity, "num_adapters": num_adapters}
         return Model.from_arch(self.arch, backend=self.backend, observer=self.observer, **sizes)
 
+    @cached_property
     def abstract_state(self) -> ServeState:
-        """Return shapes and dtypes of the device state; with a mesh, shardings too."""
+        """Shapes and dtypes of the device state; with a mesh, shardings too."""
         options: dict[str, Any] = {"kv_dtype": self.kv_dtype, "backend": self.backend, "new_draft": self._new_draft}
         adapters = None if self.adapters is None else self.adapters.abstract(self.arch, self.mesh)
         return abstract_state(self.arch, self.sizes, mesh=self.mesh, adapters=adapters, **options)
@@ -156,7 +157,7 @@ class Lowering:
             new_adapters=self._new_adapters,
         )
         if self.mesh is not None:
-            program = over_devices(program, self.mesh, (), specs_of(self.abstract_state()))
+            program = over_devices(program, self.mesh, (), specs_of(self.abstract_state))
         return jax.jit(program).lower()
 
     def programs(self, shape: StepShape) -> dict[str, Lower]:
@@ -219,7 +220,7 @@ class Lowering:
 
     def writers(self) -> dict[str, Lower]:
         """Return functions that trace and lower the programs that write to slot tables or compact prompts, by name."""
-        state, model = self.abstract_state(), self.model
+        state, model = self.abstract_state, self.model
         admissions = admission_layout(self.sizes)
         masks = mask_layout(self.sizes, self.arch.vocab_size)
         row = jax.tree.map(
@@ -252,7 +253,7 @@ class Lowering:
 
     def page_movers(self) -> dict[str, Lower]:
         """Return functions that trace and lower the programs that copy pages from and to the pool, by name."""
-        programs = page_programs(self.abstract_state().kv_pages, self.mesh, self.chip)
+        programs = page_programs(self.abstract_state.kv_pages, self.mesh, self.chip)
         return {
             name: partial(self._trace, each.program, each.args, donated=each.donated, out_shardings=each.results)
             for name, each in programs.items()
@@ -275,7 +276,7 @@ class Lowering:
             more: layouts of further blobs.
             output: axes over which its output is split; None if every device has all of it.
         """
-        state = self.abstract_state()
+        state = self.abstract_state
         blobs = [self._operand((each.size,), jnp.int32) for each in (layout.blob, *more)]
         if self.mesh is not None:
             specs = (specs_of(state), output or PartitionSpec())

@@ -51,7 +51,7 @@ class PageMover:
     def __init__(self, runner: Runner, media: Sequence[Medium], stats: EngineStats) -> None:
         self._runner, self._media, self._stats = runner, media, stats
         self._programs = runner.programs.compile_page_movers()
-        self._pool = runner.programs.lowering.abstract_state().kv_pages
+        self._pool = runner.programs.lowering.abstract_state.kv_pages
         self._is_cleared = False  # all media were emptied, and the weights may be others now
         self._is_closed = False
         self._loading: dict[int, Move] = {}  # by key
@@ -206,7 +206,7 @@ def fingerprint(params: Params, lowering: Lowering) -> bytes:
     """Return 16 bytes that identify weights, model and page layout, which determine a page together with its tokens."""
     leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     pool = jax.tree.map(
-        lambda leaf: (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype)), lowering.abstract_state().kv_pages
+        lambda leaf: (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype)), lowering.abstract_state.kv_pages
     )
     model = replace(lowering.arch, eos_ids=frozenset())  # for the host only
     parts = [described((model, lowering.backend, lowering.schedule.kv_groups, pool)), str(jax.tree.structure(params))]

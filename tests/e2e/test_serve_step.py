@@ -37,7 +37,7 @@ def test_pool_is_updated_in_place(start: Start, tmp_path: Path, family: str, mul
     own = {"model": str(tmp_path)} if family == "gemma4" else {}
     lowering = start(multi_step=5, **own).replicas[0].executor.programs.lowering
     lowering = dataclasses.replace(lowering, schedule=dataclasses.replace(lowering.schedule, num_pages=50_000))
-    pool = lowering.abstract_state().kv_pages
+    pool = lowering.abstract_state.kv_pages
     with as_shipped():
         compiled = (lowering.step(4, 5) if multi_step else lowering.step(16)).compile()
     memory = compiled.memory_analysis()
@@ -54,7 +54,7 @@ def test_tables_by_slot_are_not_copied(start: Start, bucket: int) -> None:
     """Slot tables grow with max_num_seqs and max_model_len or vocabulary; a step touches few of their elements."""
     runner = start().replicas[0].executor
     [program] = (each.as_text() for each in runner.programs.table[StepShape(bucket)])
-    state = runner.programs.lowering.abstract_state()
+    state = runner.programs.lowering.abstract_state
     for table in (state.slots.token_history, state.slots.token_counts, state.sequences.page_table):
         shape = rf"s32\[{table.shape[0]},{table.shape[1]}\]"
         assert re.search(rf"= {shape}\S* parameter", program)

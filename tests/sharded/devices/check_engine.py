@@ -149,7 +149,7 @@ def test_devices_meet_twice_a_layer(start: Start, multi_step: bool) -> None:
 def test_pool_is_split_and_updated_in_place(start: Start) -> None:
     lowering = start(DEVICES).replicas[0].executor.programs.lowering
     lowering = dataclasses.replace(lowering, schedule=dataclasses.replace(lowering.schedule, num_pages=100_000))
-    pool = lowering.abstract_state().kv_pages
+    pool = lowering.abstract_state.kv_pages
     local = pool.sharding.shard_shape(pool.shape)
     assert np.prod(local) * DEVICES == pool.size
     compiled = lowering.step(4, lowering.max_steps).compile()
@@ -196,7 +196,7 @@ def test_a_narrow_pool_is_split_by_its_heads(
 def test_a_new_state_is_that_of_the_step(start: Start, num_devices: int) -> None:
     programs = start(num_devices).replicas[0].executor.programs
     lowering = programs.lowering
-    state, shapes = programs.new_state(), lowering.abstract_state()
+    state, shapes = programs.new_state(), lowering.abstract_state
     options = {"kv_dtype": state.kv_pages.dtype, "backend": "xla"}
     own = new_state(lowering.arch.local(num_devices), lowering.schedule, **options)
     for part in range(num_devices):
