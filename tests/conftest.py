@@ -10,7 +10,7 @@ For writers of tests:
 - Random tests (hypothesis) are in the default run with few examples and in `pytest -m full` with many:
   `@settings(max_examples=examples(25))`, from `random_runs`, is 25 or 100.
 - Tests of more than a few seconds run a part by default: `pytest.param(..., marks=pytest.mark.full)` for the rest. Of
-  the families of models that is `VARIED`, from `checkpoints`.
+  the families of models that is `VARIED`, from `checkpoints`. If no part is quick, the whole test is `long`.
 - The start of an engine is mostly compilation. Programs are not optimised, see `soon_compiled`. Where the sizes of
   steps do not matter, `few_programs()` from there halves it.
 """
@@ -58,7 +58,8 @@ for name, value in XLA_CACHE.items():
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
-DEFAULT_TESTS = "not full and not deviceless and not interpreter"  # -m in pyproject.toml
+DEFAULT_TESTS = "not full and not long and not deviceless and not interpreter"  # -m in pyproject.toml
+LONG_TESTS = "long and not full"  # -m in .ci/run
 NUM_WORKERS = 2  # each holds its own models and programs
 
 
@@ -83,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
     expression = config.option.markexpr
     is_full = not expression or re.search(r"(?<!not )\bfull\b", expression) is not None
     random_runs.choose(random_runs.FULL if is_full else random_runs.DEFAULT)
-    if expression == DEFAULT_TESTS:
+    if expression in (DEFAULT_TESTS, LONG_TESTS):
         # A test's own programs, and each operation of a new shape, compile in two thirds of the time. Engines have
         # their own level, see `soon_compiled`. Child processes inherit it.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"

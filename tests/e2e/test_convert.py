@@ -31,6 +31,7 @@ def answers(model: str | None) -> list[tuple[str, tuple[int, ...]]]:
     return [(output.outputs[0].text, tuple(output.outputs[0].token_ids)) for output in outputs]
 
 
+@pytest.mark.long
 def test_both_directions_serve_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     assert cli.main(["convert", str(embedded_model(DEFAULT_MODEL)), there]) == 0

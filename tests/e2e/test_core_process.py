@@ -91,6 +91,7 @@ CoreProcess(ours).run()
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode == 0
 
 
+@pytest.mark.long
 def test_interrupts_and_deaths_of_the_caller(llama: Path) -> None:
     """Ctrl-C is for the caller alone; the core ends with it, however that ends."""
     command = [sys.executable, "-c", PROGRAM, str(llama)]

@@ -19,6 +19,7 @@ Start = Callable[..., DrivenEngine]
 @pytest.mark.parametrize(
     "num_tokens", [pytest.param(n, marks=pytest.mark.full if n != 3 else []) for n in (1, 2, 3, 4, 8)]
 )
+@pytest.mark.long
 def test_a_draft_that_is_right_saves_target_passes(
     start: Start, speculate: Callable[..., SpeculationConfig], num_tokens: int
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_random_draft_is_hardly_ever_accepted(start: Start, speculate: Callabl
 
 
 @pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.long
 def test_heads_read_the_hidden_state_after_the_last_token(
     start: Start, llama: Path, tmp_path: Path, num_tokens: int
 ) -> None:

@@ -36,6 +36,7 @@ def expected() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("method", some_by_default(FLOORS, "medusa"))
+@pytest.mark.long
 def test_tokens_are_the_models_and_many_were_drafted(method: str, expected: list[list[int]]) -> None:
     drafting = {"method": method, "num_speculative_tokens": 2, "adaptive": False}
     with start(speculative_config=drafting) as llm:

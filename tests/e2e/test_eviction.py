@@ -138,7 +138,7 @@ def test_compaction(start: Start, llama: Path, eviction: EvictionConfig, name: s
         assert engine.stats.num_preemptions
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_a_core_in_a_process_keeps_the_same_tokens(start: Start, llama: Path) -> None:
     expected = generate(start(kv_eviction=SNAPKV), PROMPTS[:1], PARAMS)[0].outputs[0].token_ids
     sizes = SIZES | {"max_num_seqs": 1, "max_num_batched_tokens": 1}

@@ -154,6 +154,7 @@ def test_without_max_tokens_the_pool_is_the_limit(start: Start) -> None:
 
 
 @pytest.mark.parametrize("compile_ahead", mainly(["background"], "minimal"))
+@pytest.mark.long
 def test_a_dropped_engine_leaves_no_memory_behind(llama: Path, compile_ahead: str) -> None:
     options = ONE_ROW | {"compile_ahead": compile_ahead, "max_num_batched_tokens": 3, "multi_step": 2}
     llm = LLM(str(llama), skip_tokenizer_init=True, **options)

@@ -14,6 +14,7 @@ from tests.soon_compiled import few_programs
 STEPS = 5
 
 
+@pytest.mark.long
 def test_few_programs_give_the_same_tokens_as_many(start: Callable[..., DrivenEngine]) -> None:
     with few_programs():
         engine = start(max_num_batched_tokens=40, multi_step=STEPS, compile_ahead="all")

@@ -140,7 +140,7 @@ def test_a_subscriber_knows_what_is_cached(subscriber: Subscriber, open_engine: 
     assert any(event["type"] == "BlockRemoved" for event in subscriber.seen)
     store = engine.replicas[0].scheduler.shards[0].ledger.store
     assert subscriber.blocks.keys() == store._page_by_hash[0].keys()
-    for prompt in prompts:
+    for prompt in prompts[:3]:
         expected = subscriber.num_cached(prompt)
         (output,) = generate(engine, [prompt], GREEDY)
         assert output.num_cached_tokens == min(expected, 32)

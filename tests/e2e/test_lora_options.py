@@ -107,6 +107,7 @@ def test_all_calls_take_adapters(start: Start, expected):
         llm.generate([prompt], PARAMS, use_tqdm=False, lora_request=[request, None])
 
 
+@pytest.mark.long
 def test_a_core_in_another_process_has_adapters(llama: Path, expected):
     options = {"engine_process": True, "lora_extras": ["embeddings"], **SIZES, **LORA}
     with LLM(str(llama), skip_tokenizer_init=True, **options) as llm:

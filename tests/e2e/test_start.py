@@ -300,6 +300,7 @@ sys.exit(main(sys.argv[2:]))
         pytest.param("4", ["bench", "offline"], id="bench"),  # one in the background, waited for
     ],
 )
+@pytest.mark.long
 def test_an_interrupt_while_compiling_ends_the_process_in_order(
     program: str, arguments: list[str], tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def test_updated_weights_give_the_tokens_of_a_new_engine(
     assert engine.stats.num_compiles == 0
 
 
+@pytest.mark.long
 def test_programs_may_be_compiled_meanwhile(start: Start, llama: Path, other: Path) -> None:
     expected = generate(start(model=str(other)), PROMPTS, GREEDY)
     sizes = SIZES | {"max_num_seqs": 1, "max_num_batched_tokens": 2, "page_size": 8}

@@ -39,6 +39,7 @@ def update_bytes(num_columns: int) -> float:
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason="the native kernels were not built")
+@pytest.mark.long
 def test_a_step_copies_no_page_tables() -> None:
     """Two KV groups, whose rows of the page table are looked up in place: four times as many pages cost nothing."""
     windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}

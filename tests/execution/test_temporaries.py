@@ -151,7 +151,7 @@ CASES: list[Any] = [
         True,
         {"matrices": "bfloat16", "new_proposer": draft_model},
         id="draft-model",
-        marks=pytest.mark.full,
+        marks=pytest.mark.long,
     ),
     pytest.param("multi-step", False, {"quantization": "fp8"}, id="fp8"),
 ]

@@ -36,6 +36,7 @@ R, K = 8, 4
 SOON = known_options(unoptimized("cpu"))  # options with which the same buffers and accesses are compiled faster
 
 
+@pytest.mark.long
 def test_verification_reads_the_weights_once() -> None:
     """XLA counts the bytes of a plain step of 8 rows, and of the pass over 8 rows with 4 drafted tokens each."""
     arch = registry.from_hf_config(
@@ -65,7 +66,7 @@ def test_verification_reads_the_weights_once() -> None:
     assert num_bytes[1] < 1.1 * num_bytes[0], num_bytes
 
 
-@pytest.mark.full
+@pytest.mark.long
 def test_memory_kept_free_holds_the_logits_of_all_drafted_tokens() -> None:
     """A round of a model with a large vocabulary, whose draft model draws a chain."""
     num_rows = 16

@@ -103,6 +103,7 @@ def expected(model: str, source: Path, **options: Any) -> dict[str, Any]:
     return records_by_id(out)
 
 
+@pytest.mark.long
 def test_requests_survive_killed_engines(
     cluster: None, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
     return {finding.axis: finding for finding in found}
 
 
+@pytest.mark.long
 def test_an_engine_keeps_its_ids(findings: dict[str, Finding]) -> None:
     for name in ("batch", "arrival", "cache"):
         assert findings[name].grade in ("bitwise", "ids"), findings[name]

@@ -36,6 +36,7 @@ def test_the_pool_has_the_pages_that_were_asked_for() -> None:
     assert executor.schedule.num_pages == 100
 
 
+@pytest.mark.long
 def test_hints_save_computation() -> None:
     plain, hinted = figures(), figures("pause")
     assert plain["num_prompt_tokens"] == hinted["num_prompt_tokens"]

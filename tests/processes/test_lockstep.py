@@ -83,6 +83,7 @@ def to_run(tmp_path: Path, workloads: list[Workload]) -> Path:
 @pytest.mark.parametrize(
     ("count", "devices"), [(2, 2), pytest.param(4, 2, marks=[pytest.mark.full, pytest.mark.exhaustive])]
 )
+@pytest.mark.long
 def test_refused_options_then_the_tokens_of_one_process_until_one_is_lost(
     tmp_path: Path, model: Path, to_run: Path, workloads: list[Workload], count: int, devices: int
 ) -> None:

@@ -13,13 +13,19 @@ FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_lev
 DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
-def test_on_eight_devices() -> None:
-    """Run all checks in one process: it imports once, and engines share their programs.
+BASIC = ("engine", "logits", "pooling", "sampling", "weights")  # their checks are default tests, the others long ones
+
+
+@pytest.mark.parametrize("is_basic", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_on_eight_devices(is_basic: bool) -> None:
+    """Run checks in one process: it imports once, and engines share their programs.
 
     Types and shapes are checked where `types_are_checked` is used; everywhere else in full runs only, as it takes a
     fifth of the time: most functions are those of one device, whose tests check them.
     """
-    run_checks(sorted(DEVICES_DIR.glob("check_*.py")), "not full and not exhaustive", JAXTYPING_DISABLE="1")
+    basic = {DEVICES_DIR / f"check_{name}.py" for name in BASIC}
+    checks = basic if is_basic else {*DEVICES_DIR.glob("check_*.py")} - basic
+    run_checks(sorted(checks), "not full and not exhaustive", JAXTYPING_DISABLE="1")
 
 
 @pytest.mark.full

@@ -111,6 +111,7 @@ def test_equal_constraints_are_compiled_once(compiler: GrammarCompiler, monkeypa
     assert not compiler._num_waiting
 
 
+@pytest.mark.long
 def test_other_tenants_grammars_compile_during_a_flood(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
