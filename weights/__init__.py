@@ -4,6 +4,7 @@ Orbax is imported only to write Orbax checkpoints, because its import is slow.
 """
 
 from jaxserve.weights.convert import convert, derive
+from jaxserve.weights.digest import content_digest, file_stamps
 from jaxserve.weights.dummy import dummy
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.load import OpenCheckpoint, assemble, check, draft_layers, load, open_checkpoint
@@ -28,10 +29,12 @@ __all__ = [
     "TensorRow",
     "assemble",
     "check",
+    "content_digest",
     "convert",
     "derive",
     "draft_layers",
     "dummy",
+    "file_stamps",
     "from_torch",
     "has_config",
     "host_buffer",

@@ -1,16 +1,30 @@
 """Devices: runners of all replicas, with their weights and memory."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.metrics import PeakRates
 from jaxserve.assembly.parameters import Weights, compute_dtype, copies, prepare_params
+from jaxserve.assembly.weights_content import WeightsContent
 from jaxserve.core.status import SLEEP_TAGS, MemoryState
 from jaxserve.errors import ConfigError
 from jaxserve.execution.roofline import device_peak_rates
 from jaxserve.execution.runner import Runner
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
+
+
+class NewWeights(NamedTuple):
+    """Weights that can replace those in use.
+
+    Attributes:
+        make: creates the first replica's weights, in the layout of its programs.
+        content: their content; None if no tier needs it.
+    """
+
+    make: Callable[[], Params]
+    content: WeightsContent | None
 
 
 class Devices:
@@ -20,13 +34,18 @@ class Devices:
         config: model and options.
         arch: sizes of the model.
         runners: one runner per replica; empty if the engine has another kind of executor.
+        content: their weights' content; None if no tier needs it.
 
     Attributes:
         memory: state of their memory.
+        content: digest of the weights in use; empty if no tier needs it.
     """
 
-    def __init__(self, config: EngineConfig, arch: ArchConfig, runners: Sequence[Runner]) -> None:
+    def __init__(
+        self, config: EngineConfig, arch: ArchConfig, runners: Sequence[Runner], content: WeightsContent | None = None
+    ) -> None:
         self._config, self._arch, self._runners = config, arch, runners
+        self.content = b"" if content is None else content.loaded()
         self._peak_rates: PeakRates | None = None
         self.memory = MemoryState()
 
@@ -36,20 +55,22 @@ class Devices:
         self.memory.check_open()
         return self._runners[0].params
 
-    def prepare(self, given: Weights) -> Callable[[], Params]:
-        """Return a function for `replace` that creates weights from `given` ones; ConfigError if they do not fit."""
+    def prepare(self, given: Weights) -> NewWeights:
+        """Return weights for `replace`, created from `given` ones; ConfigError if they do not fit."""
         if "weights" in self.memory.asleep:
             raise ConfigError('the engine must be awake to take weights; call wake_up, or wake_up(tags=["weights"])')
-        return prepare_params(self._config, self._arch, given, self._runners[0].param_shapes)
+        make = prepare_params(self._config, self._arch, given, self._runners[0].param_shapes)
+        return NewWeights(make, WeightsContent(given) if self.content else None)
 
-    def replace(self, make: Callable[[], Params]) -> None:
-        """Free the weights in use, create new ones by calling `make`, and copy them to all replicas."""
+    def replace(self, new: NewWeights) -> None:
+        """Free the weights in use, create new ones, and copy them to all replicas."""
         self.memory = self.memory._replace(has_weights=False)
         for runner in self._runners:
             runner.params = {}  # memory may not suffice for both
-        replicas = copies(make(), [runner.mesh for runner in self._runners])
+        replicas = copies(new.make(), [runner.mesh for runner in self._runners])
         for runner, params in zip(self._runners, replicas, strict=True):
             runner.params = params
+        self.content = b"" if new.content is None else new.content.loaded()
         self.memory = self.memory._replace(has_weights=True)
 
     def sleep(self, *, keep_weights: bool) -> None:

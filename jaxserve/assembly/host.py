@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 from jaxserve.api.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.assembly.adapter_store import AdapterStore
 from jaxserve.assembly.build import build_runners, check_sizes, naming_exhaustion
-from jaxserve.assembly.device_state import Devices
+from jaxserve.assembly.device_state import Devices, NewWeights
 from jaxserve.assembly.lock_step import fail_others, follow, require_same_options
 from jaxserve.assembly.memory import claim_memory
 from jaxserve.assembly.page_tiers import build_movers, check_model
 from jaxserve.assembly.parameters import adapter_layout
+from jaxserve.assembly.weights_content import WeightsContent
 from jaxserve.core.core import EngineCore
 from jaxserve.core.core_thread import POLL_S, CoreThread
 from jaxserve.core.event_log import EventLog, event_to_json
@@ -37,8 +38,6 @@ from jaxserve.execution.roofline import Device, describe_device
 from jaxserve.execution.runner import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from jaxserve.api.config import EngineConfig
     from jaxserve.api.token_ids import TokenIds
     from jaxserve.assembly.parameters import Weights
@@ -89,12 +88,14 @@ class CoreHost:
             if config.enable_lora:
                 raise ConfigError("enable_lora must be False in a run of several processes, got True; drop it")
             self.peers.claim()
+        content = None
         if executors is None:
             check_model(config, arch, is_distributed=self.peers is not None)
+            content = None if config.kv_offloading_path is None else WeightsContent(config.model_path)
             with naming_exhaustion(config):
                 executors = build_runners(config, arch, self.peers)
-        self.devices = Devices(config, arch, [e for e in executors if isinstance(e, Runner)])
-        self.schedule = executors[0].schedule
+        self.devices = Devices(config, arch, [e for e in executors if isinstance(e, Runner)], content)
+        self.schedule, devices = executors[0].schedule, self.devices
         self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, len(executors))
         records = [_recorder(self.peers, self._logs[i : i + 1]) for i in range(len(executors))]
         replicas = [
@@ -102,7 +103,7 @@ class CoreHost:
             for executor, record, mover, publisher in zip(
                 executors,
                 records,
-                build_movers(config, executors, self.stats),
+                build_movers(config, executors, self.stats, lambda: devices.content),
                 _publishers(config, self.schedule, len(executors), self.peers),
                 strict=True,
             )
@@ -114,7 +115,7 @@ class CoreHost:
         self.wait_estimator = WaitEstimator(self.core)
         self.check_fits = replicas[0].scheduler.check_fits
         self._adapters = self._new_store(config, arch)
-        self._given: tuple[Weights, Callable[[], Params]] | None = None  # prepared weights
+        self._given: tuple[Weights, NewWeights] | None = None  # prepared weights
 
     # Steps
 
@@ -151,11 +152,11 @@ class CoreHost:
     def replace_weights(self) -> None:
         """Serve with the prepared weights; unfinished requests are ended, for callers to restart them."""
         assert self._given is not None, "weights were prepared"
-        (given, make), self._given = self._given, None
+        (given, new), self._given = self._given, None
         if self.peers is not None and isinstance(given, str | os.PathLike):
             self.peers.tell(event_to_json(WeightsRead(os.fspath(given))))
         try:
-            self.devices.replace(make)
+            self.devices.replace(new)
         except BaseException as error:
             self.core.abort_all(error)
             raise

@@ -1,21 +1,28 @@
 """Tiers of KV pages below device memory: host memory, and a file per replica in `kv_offloading_path`."""
 
+import hashlib
 import logging
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.metrics import EngineStats
+from jaxserve.assembly.parameters import compute_dtype, storage_name
 from jaxserve.errors import ConfigError
-from jaxserve.execution.page_media import DiskPages, HostPages, Medium, num_page_bytes
-from jaxserve.execution.page_mover import PageMover, fingerprint
-from jaxserve.execution.page_programs import abstract_page
+from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.page_bytes import PageBytes
+from jaxserve.execution.page_media import DiskPages, HostPages, Medium
+from jaxserve.execution.page_mover import PageMover
+from jaxserve.execution.program_store import described
 from jaxserve.execution.runner import Runner
+from jaxserve.layers.kv_forms import HeadVectors, MixedHeads
+from jaxserve.layers.sharding import tensor_size
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params
 from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.scheduling.kv_cache.page_archive import PageArchive
 
@@ -43,8 +50,16 @@ def check_model(config: EngineConfig, arch: ArchConfig, *, is_distributed: bool)
             raise ConfigError(f"{option} {reason}, got {getattr(config, option)!r}; drop it")
 
 
-def build_movers(config: EngineConfig, executors: Sequence[Executor], stats: EngineStats) -> list[PageMover | None]:
+def build_movers(
+    config: EngineConfig, executors: Sequence[Executor], stats: EngineStats, content: Callable[[], bytes]
+) -> list[PageMover | None]:
     """Return the page mover of each executor; None without lower tiers, or for executors without a pool.
+
+    Args:
+        config: engine options.
+        executors: the replicas' executors.
+        stats: totals to which pages are added.
+        content: returns the current weights' digest.
 
     Raises:
         ConfigError: a file cannot be opened, or a tier holds no page.
@@ -57,25 +72,25 @@ def build_movers(config: EngineConfig, executors: Sequence[Executor], stats: Eng
             "raise num_pages instead, or keep pages on disk (kv_offloading_path)",
             config.kv_offloading_size,
         )
-    return [_build_mover(config, each, stats) if isinstance(each, Runner) else None for each in executors]
+    return [_build_mover(config, each, stats, content) if isinstance(each, Runner) else None for each in executors]
 
 
-def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats) -> PageMover:
+def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats, content: Callable[[], bytes]) -> PageMover:
     """Return the page mover of a runner, with its tiers."""
     lowering = runner.programs.lowering
-    pool = lowering.abstract_state.kv_pages
-    shapes = [abstract_page(leaf, lowering.mesh) for leaf in jax.tree.leaves(pool)]
-    page_bytes = num_page_bytes(shapes)
+    page_bytes = new_page_bytes(lowering)
     media: list[Medium] = []
     if config.kv_offloading_size:
-        media.append(HostPages(_num_pages("kv_offloading_size", config.kv_offloading_size, page_bytes), stats))
+        media.append(
+            HostPages(_num_pages("kv_offloading_size", config.kv_offloading_size, page_bytes.host_size), stats)
+        )
     if config.kv_offloading_path is not None:
         directory, size_gib = Path(config.kv_offloading_path), config.kv_offloading_disk_size
 
-        def open_archive(params: Params) -> PageArchive:
-            key = fingerprint(params, lowering)
+        def open_archive() -> PageArchive:
+            key = fingerprint(content(), config, lowering)
             try:
-                archive = PageArchive(directory / key.hex(), key, page_bytes, int(size_gib * 2**30))
+                archive = PageArchive(directory / key.hex(), key, page_bytes.size, int(size_gib * 2**30))
             except OSError as error:
                 raise ConfigError(
                     f"kv_offloading_path must be a directory that can be written, got {str(directory)!r}: {error}"
@@ -83,7 +98,7 @@ def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats) -> Pa
             _num_pages("kv_offloading_disk_size", size_gib, archive.slot_bytes)
             return archive
 
-        media.append(DiskPages(open_archive, runner.params, shapes, stats))
+        media.append(DiskPages(open_archive, page_bytes, stats))
     return PageMover(runner, media, stats)
 
 
@@ -95,3 +110,39 @@ def _num_pages(option: str, size_gib: float, page_bytes: int) -> int:
             f"{option} must be at least one page of {page_bytes:,} bytes, got {size_gib} GiB; raise it", about=(option,)
         )
     return num_pages
+
+
+def new_page_bytes(lowering: Lowering) -> PageBytes:
+    """Return the conversion between pages in host memory and bytes on disk."""
+    leaves, form = jax.tree.leaves(lowering.page_programs.abstract_page()), lowering.arch.kv_layout.pool
+    if not _is_canonical(lowering.arch) or not isinstance(form, HeadVectors):
+        return PageBytes(leaves)
+    num_heads, num_devices = form.num_kv_heads, tensor_size(lowering.mesh)
+    return PageBytes(leaves, num_heads, math.lcm(num_heads, num_devices) // num_heads)
+
+
+def _is_canonical(arch: ArchConfig) -> bool:
+    """Return whether bytes are independent of devices and backend: not if layers differ in their KV heads.
+
+    Pages then have the larger heads' layout, also if they hold vectors for smaller ones.
+    """
+    return not isinstance(arch.kv_layout.pool, MixedHeads)
+
+
+def fingerprint(content: bytes, config: EngineConfig, lowering: Lowering) -> bytes:
+    """Return 16 bytes that identify weights, model and page layout, which determine a page together with its tokens.
+
+    They depend neither on the attention backend nor on `tensor_parallel_size`.
+
+    Args:
+        content: digest of the weights.
+        config: engine options.
+        lowering: the engine's programs.
+    """
+    arch, kv_dtype = lowering.arch, str(lowering.kv_dtype)
+    model = replace(arch, eos_ids=frozenset(), num_devices=1)  # host only: the ids
+    rounding = storage_name(config, arch), config.activation_quantization, str(compute_dtype(config, arch))
+    size = new_page_bytes(lowering).size
+    devices = None if _is_canonical(arch) else (lowering.backend, tensor_size(lowering.mesh))
+    parts = described((model, lowering.schedule.kv_groups, kv_dtype, rounding, size, devices)), content.hex()
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).digest()

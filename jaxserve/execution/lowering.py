@@ -22,7 +22,7 @@ from jaxserve.execution.batch import (
     num_copies,
 )
 from jaxserve.execution.compaction import Compact, make_compact
-from jaxserve.execution.page_programs import page_programs
+from jaxserve.execution.page_programs import PagePrograms
 from jaxserve.execution.pooling_program import make_pooling_step
 from jaxserve.execution.proposer import Observer, Proposer
 from jaxserve.execution.round import Model
@@ -253,11 +253,16 @@ class Lowering:
 
     def page_movers(self) -> dict[str, Lower]:
         """Return functions that trace and lower the programs that copy pages from and to the pool, by name."""
-        programs = page_programs(self.abstract_state.kv_pages, self.mesh, self.chip)
         return {
             name: partial(self._trace, each.program, each.args, donated=each.donated, out_shardings=each.results)
-            for name, each in programs.items()
+            for name, each in self.page_programs.by_name().items()
         }
+
+    @property
+    def page_programs(self) -> PagePrograms:
+        """The programs that copy pages from and to the pool."""
+        kind = self.arch.local(tensor_size(self.mesh)).kv_layout.pool.kind
+        return PagePrograms(self.abstract_state.kv_pages, self.backend, kind, self.mesh, self.chip)
 
     def _lower(
         self,

@@ -9,26 +9,22 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-import numpy as np
-from numpy.typing import NDArray
 
 from jaxserve.api.metrics import EngineStats
 from jaxserve.errors import ConfigError
-from jaxserve.models.params import Params
+from jaxserve.execution.page_bytes import Page, PageBytes
 from jaxserve.scheduling.kv_cache.page_archive import PageArchive
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 
 logger = logging.getLogger(__name__)
 
-Leaf = jax.Array | NDArray[np.generic]
-Page = Sequence[Leaf]  # contents of a page, by leaf of the pool
-OpenArchive = Callable[[Params], PageArchive]
+OpenArchive = Callable[[], PageArchive]
 
 MAX_UNWRITTEN_PAGES = 1024  # pages that wait for the file; with more, pages are not stored
 NEW_FRACTION = 1 / 16  # weight of the last read in the mean time per read
@@ -65,8 +61,8 @@ class Medium(Protocol):
     def clear(self) -> None:
         """Delete all pages."""
 
-    def use_weights(self, params: Params) -> None:
-        """Continue with pages of the given weights, after `clear`."""
+    def use_weights(self) -> None:
+        """Continue with pages of the weights that are in use now, after `clear`."""
 
     def forget_device(self) -> None:
         """Delete pages that a device failure may have destroyed."""
@@ -119,7 +115,7 @@ class HostPages:
         """Free all pages."""
         self._pages.clear()
 
-    def use_weights(self, params: Params) -> None:
+    def use_weights(self) -> None:
         """Do nothing: this engine has computed the pages."""
 
     def forget_device(self) -> None:
@@ -138,17 +134,14 @@ class DiskPages:
     """Pages in a file, which a thread reads and writes. Reads overtake writes.
 
     Args:
-        open_archive: opens the file of some weights.
-        params: weights in use.
-        shapes: shapes and dtypes of a page's parts, by leaf of the pool.
+        open_archive: opens the file of the weights in use.
+        page_bytes: conversion of pages.
         stats: totals to which pages are added.
     """
 
-    def __init__(
-        self, open_archive: OpenArchive, params: Params, shapes: Sequence[jax.ShapeDtypeStruct], stats: EngineStats
-    ) -> None:
-        self._open_archive, self._shapes, self._stats = open_archive, shapes, stats
-        self._archive = open_archive(params)
+    def __init__(self, open_archive: OpenArchive, page_bytes: PageBytes, stats: EngineStats) -> None:
+        self._open_archive, self._page_bytes, self._stats = open_archive, page_bytes, stats
+        self._archive = open_archive()
         self._unwritten: dict[PageKey, Page] = {}  # pages that wait for the file
         self._reads: deque[Callable[[], None]] = deque()
         self._changes: deque[Callable[[], None]] = deque()
@@ -186,9 +179,9 @@ class DiskPages:
         """Have the thread empty the file."""
         self._submit(self._changes, self._empty)
 
-    def use_weights(self, params: Params) -> None:
-        """Have the thread continue with an empty file for the given weights."""
-        self._submit(self._changes, lambda: self._reopen(params))
+    def use_weights(self) -> None:
+        """Have the thread continue with an empty file for the weights in use."""
+        self._submit(self._changes, self._reopen)
 
     def forget_device(self) -> None:
         """Do nothing: pages that cannot be read from the device are not written."""
@@ -228,7 +221,7 @@ class DiskPages:
     def _write(self, key: PageKey, page: Page) -> bool:
         """Write a page to the file; return whether it can be read."""
         try:
-            is_stored = self._archive.write(key, b"".join([np.asarray(leaf).tobytes() for leaf in page]))
+            is_stored = self._archive.write(key, self._page_bytes.pack(page))
         except jax.errors.JaxRuntimeError:  # of the step that should have written the page
             is_stored = False
         if self._unwritten.get(key) is page:
@@ -246,13 +239,13 @@ class DiskPages:
         self._read_s += (self._measured_s - started_s - self._read_s) * (NEW_FRACTION if self._read_s else 1)
         with _counting:
             self._stats.num_corrupt_pages += self._archive.num_corrupt - num_corrupt
-        return None if content is None else list(_split(content, self._shapes))
+        return None if content is None else self._page_bytes.unpack(content)
 
-    def _reopen(self, params: Params) -> None:
-        """Continue with an empty file for the given weights; without it, no page is kept."""
+    def _reopen(self) -> None:
+        """Continue with an empty file for the weights in use; without it, no page is kept."""
         self._archive.close()  # first: after a failure, nothing writes pages to the file of other weights
         try:
-            self._archive = self._open_archive(params)
+            self._archive = self._open_archive()
         except ConfigError as error:
             logger.warning("no KV pages are kept on disk: %s", error)
         else:
@@ -267,18 +260,3 @@ def _is_whole(page: Page) -> bool:
     except jax.errors.JaxRuntimeError:
         return False
     return True
-
-
-def num_page_bytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> int:
-    """Return the size of a page, given the shapes and dtypes of its parts."""
-    return sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in shapes)
-
-
-def _split(content: bytes, shapes: Sequence[jax.ShapeDtypeStruct]) -> Iterator[NDArray[np.generic]]:
-    """Yield the parts of a page that was read."""
-    offset = 0
-    for leaf in shapes:
-        dtype = np.dtype(leaf.dtype)
-        part = np.frombuffer(content, dtype, int(np.prod(leaf.shape)), offset)
-        yield part.reshape(leaf.shape)
-        offset += part.nbytes

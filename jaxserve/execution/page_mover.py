@@ -10,10 +10,8 @@ was requested.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,12 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.api.metrics import EngineStats
-from jaxserve.execution.lowering import Lowering
-from jaxserve.execution.page_media import Medium, Page
+from jaxserve.execution.page_bytes import Page
+from jaxserve.execution.page_media import Medium
 from jaxserve.execution.page_programs import MOVED_PAGES
-from jaxserve.execution.program_store import described
 from jaxserve.execution.runner import Runner
-from jaxserve.models.params import Params
 from jaxserve.scheduling.kv_cache.stored_pages import StoredPages
 from jaxserve.scheduling.kv_cache.transfers import DEVICE, Deletion, EndedMoves, Move, Requested
 
@@ -51,7 +47,7 @@ class PageMover:
     def __init__(self, runner: Runner, media: Sequence[Medium], stats: EngineStats) -> None:
         self._runner, self._media, self._stats = runner, media, stats
         self._programs = runner.programs.compile_page_movers()
-        self._pool = runner.programs.lowering.abstract_state.kv_pages
+        self._structure = jax.tree.structure(runner.programs.lowering.abstract_state.kv_pages)
         self._is_cleared = False  # all media were emptied, and the weights may be others now
         self._is_closed = False
         self._loading: dict[int, Move] = {}  # by key
@@ -78,7 +74,7 @@ class PageMover:
         if moves and self._is_cleared:  # not earlier: the weights may be replaced or asleep until a step
             self._is_cleared = False
             for medium in self._media:
-                medium.use_weights(self._runner.params)
+                medium.use_weights()
         gathered = self._gather([move for move in moves if move.source == DEVICE])
         for each in requested.work:
             if isinstance(each, Deletion):
@@ -168,8 +164,7 @@ class PageMover:
 
     def _load(self, read: Sequence[tuple[Move, Page]], size: int) -> None:
         """Dispatch the copies of up to `size` pages to the pool."""
-        structure = jax.tree.structure(self._pool)
-        pages = [jax.tree.unflatten(structure, page) for _, page in read]
+        pages = [jax.tree.unflatten(self._structure, page) for _, page in read]
         pages += pages[-1:] * (size - len(pages))
         state = self._runner.state
         assert state is not None, "pages for a state that sleeps are dropped"
@@ -200,25 +195,6 @@ class PageMover:
         self._is_closed = True
         for medium in self._media:
             medium.close()
-
-
-def fingerprint(params: Params, lowering: Lowering) -> bytes:
-    """Return 16 bytes that identify weights, model and page layout, which determine a page together with its tokens."""
-    leaves = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
-    pool = jax.tree.map(
-        lambda leaf: (leaf.shape[0], *leaf.shape[2:], str(leaf.dtype)), lowering.abstract_state.kv_pages
-    )
-    model = replace(lowering.arch, eos_ids=frozenset())  # for the host only
-    parts = [described((model, lowering.backend, lowering.schedule.kv_groups, pool)), str(jax.tree.structure(params))]
-    parts += [f"{name} {leaf.shape} {leaf.dtype} {zlib.crc32(_bytes(leaf))}" for name, leaf in leaves]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).digest()
-
-
-def _bytes(leaf: jax.Array) -> memoryview:
-    """Return an array's bytes; only the result keeps them in host memory."""
-    shards = [shard.data for shard in leaf.addressable_shards]
-    alias = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)  # as an array keeps its copy
-    return np.ascontiguousarray(np.asarray(alias)).reshape(-1).view(np.uint8).data
 
 
 def _batches(items: Sequence[_Item]) -> Iterator[tuple[int, Sequence[_Item]]]:

@@ -21,11 +21,11 @@ from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.assembly.generation_defaults import build_arch
-from jaxserve.assembly.page_tiers import check_model
+from jaxserve.assembly.page_tiers import check_model, fingerprint
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.page_media import DiskPages
-from jaxserve.execution.page_mover import PageMover, fingerprint
+from jaxserve.execution.page_mover import PageMover
 from jaxserve.layers.mlp import geglu
 from jaxserve.models.registry import from_hf_config
 from jaxserve.scheduling.kv_cache import page_archive
@@ -274,7 +274,8 @@ def test_another_process_finds_pages_of_a_mixture() -> None:
         arch = replace(mixture, layers=tuple(layers))
         schedule = ScheduleConfig(2, 16, max_model_len=32, page_size=4, num_pages=24, windows=arch.kv_layout.windows)
         backends = {"backend": "xla", "linear_backend": "xla"}
-        return fingerprint({}, Lowering(arch, {}, schedule, jax.numpy.dtype("float32"), **backends, max_steps=1))
+        lowering = Lowering(arch, {}, schedule, jax.numpy.dtype("float32"), **backends, max_steps=1)
+        return fingerprint(b"", EngineConfig("mixtral"), lowering)
 
     mixture: Any = from_hf_config(checkpoints.hf_dict("mixtral"))
     here: Any = mixture.layers[0].experts.activation

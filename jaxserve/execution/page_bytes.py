@@ -1,0 +1,57 @@
+"""PageBytes: pages as bytes that depend neither on the attention backend nor on the number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+Leaf = jax.Array | NDArray[np.generic]
+Page = Sequence[Leaf]  # contents of a page in the canonical layout, by leaf of the pool
+
+
+class PageBytes:
+    """Conversion between pages and bytes.
+
+    Args:
+        leaves: shapes and dtypes of a page's parts in host memory.
+        num_heads: KV heads.
+        num_copies: devices that hold the same KV head; their parts of a page are adjacent, and the bytes have one.
+
+    Attributes:
+        host_size: bytes per page in host memory.
+        size: bytes per page after conversion.
+    """
+
+    def __init__(self, leaves: Sequence[jax.ShapeDtypeStruct], num_heads: int = 1, num_copies: int = 1) -> None:
+        self._leaves, self._num_heads, self._num_copies = leaves, num_heads, num_copies
+        self.host_size = sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+        self.size = self.host_size // num_copies
+
+    def pack(self, page: Page) -> bytes:
+        """Return a page's bytes."""
+        return b"".join([self._without_copies(np.asarray(leaf)).tobytes() for leaf in page])
+
+    def unpack(self, content: bytes) -> list[NDArray[np.generic]]:
+        """Return the page with these bytes."""
+        return list(self._split(content))
+
+    def _without_copies(self, part: NDArray[np.generic]) -> NDArray[np.generic]:
+        """Return a page's part with each head once."""
+        if self._num_copies == 1:
+            return part
+        return part.reshape(*part.shape[:2], self._num_heads, self._num_copies, -1)[:, :, :, 0]
+
+    def _split(self, content: bytes) -> Iterator[NDArray[np.generic]]:
+        """Yield a page's parts."""
+        offset = 0
+        for leaf in self._leaves:
+            dtype, num_elements = np.dtype(leaf.dtype), int(np.prod(leaf.shape)) // self._num_copies
+            part = np.frombuffer(content, dtype, num_elements, offset)
+            offset += part.nbytes
+            if self._num_copies > 1:
+                heads = part.reshape(*leaf.shape[:2], self._num_heads, 1, -1)
+                part = np.repeat(heads, self._num_copies, axis=3)
+            yield part.reshape(leaf.shape)

@@ -1,0 +1,48 @@
+"""Pages on disk that engines with other numbers of devices have written."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxserve.api.cached_tokens import CachedTokens
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from tests.e2e.workloads import assert_same, generate, tokens
+from tests.parameters import mainly
+from tests.sharded.devices.sizes import SIZES
+
+pytestmark = pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
+
+Start = Callable[..., DrivenEngine]
+PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "order"),
+    mainly([("auto", (4, 1))], ("auto", (2, 4, 1)), ("int8", (1, 4, 2, 1)), ("int4", (1, 4, 2, 1))),
+)
+def test_pages_are_read_by_engines_with_other_numbers_of_devices(
+    start: Start, model: Path, tmp_path: Path, kv_cache_dtype: str, order: tuple[int, ...]
+) -> None:
+    """Four devices hold each of the two KV heads twice."""
+
+    @contextmanager
+    def opened(num_devices: int) -> Iterator[DrivenEngine]:
+        sizes: dict[str, Any] = SIZES | {"multi_step": 1, "kv_offloading_path": str(tmp_path)}
+        config = EngineConfig(str(model), tensor_parallel_size=num_devices, kv_cache_dtype=kv_cache_dtype, **sizes)
+        with closing(DrivenEngine(config)) as engine:
+            yield engine
+
+    prompts = [tokens(33, number) for number in range(len(order))]
+    expected = generate(start(kv_cache_dtype=kv_cache_dtype), prompts, PARAMS)
+    for turn, num_devices in enumerate(order):
+        with opened(num_devices) as engine:
+            outputs = generate(engine, prompts[: turn + 1], PARAMS)
+            for output, wanted in zip(outputs, expected, strict=False):
+                assert_same(output, wanted)
+            found = [output.cached_tokens for output in outputs]
+            assert found == [CachedTokens(disk=32)] * turn + [CachedTokens()]
