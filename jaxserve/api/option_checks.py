@@ -41,7 +41,6 @@ def _check_tiers(config: EngineConfig) -> None:
         option,
         ("enable_prefix_caching", config.enable_prefix_caching, True),
         ("enable_dp_attention", config.enable_dp_attention, False),
-        ("event_log", config.event_log, None),  # it does not record the pages that an engine finds on disk
     )
     _require_method(config, option, (None, "ngram"))  # the others keep keys and values of their own
 

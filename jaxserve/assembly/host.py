@@ -34,6 +34,7 @@ from jaxserve.core.wait_estimator import WaitEstimator
 from jaxserve.distributed import processes
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.errors import ConfigError
+from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.roofline import Device, describe_device
 from jaxserve.execution.runner import Runner
 
@@ -96,14 +97,15 @@ class CoreHost:
                 executors = build_runners(config, arch, self.peers)
         self.devices = Devices(config, arch, [e for e in executors if isinstance(e, Runner)], content)
         self.schedule, devices = executors[0].schedule, self.devices
-        self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, len(executors))
+        movers = build_movers(config, executors, self.stats, lambda: devices.content)
+        self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, movers)
         records = [_recorder(self.peers, self._logs[i : i + 1]) for i in range(len(executors))]
         replicas = [
             Replica(config, arch, executor, self.stats, record, new_chooser, mover, publisher)
             for executor, record, mover, publisher in zip(
                 executors,
                 records,
-                build_movers(config, executors, self.stats, lambda: devices.content),
+                movers,
                 _publishers(config, self.schedule, len(executors), self.peers),
                 strict=True,
             )
@@ -300,9 +302,12 @@ class CoreHost:
         self.core.check_integrity()
 
 
-def _open_logs(path: str, schedule: ScheduleConfig, num_replicas: int) -> list[EventLog]:
+def _open_logs(path: str, schedule: ScheduleConfig, movers: Sequence[PageMover | None]) -> list[EventLog]:
     """Open one event log per replica; the file names of replicas after the first end with the replica's index."""
-    return [EventLog(f"{path}.{index}" if index else path, schedule) for index in range(num_replicas)]
+    return [
+        EventLog(f"{path}.{index}" if index else path, schedule, [] if mover is None else mover.new_tiers())
+        for index, mover in enumerate(movers)
+    ]
 
 
 def _publishers(

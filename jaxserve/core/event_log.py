@@ -1,7 +1,7 @@
 """Event logs: a replica's events in a JSON lines file, from which its plans can be replayed.
 
-The first line has the schedule's sizes, every other line an event: its name and fields. Prompts are included;
-constraints are not, but the tokens that they append are.
+The first line has the schedule's sizes, and the lower tiers with their content at the start; every other line has an
+event: its name and fields. Prompts are included; constraints are not, but the tokens that they append are.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, get_args
+from typing import IO, Any, NamedTuple, get_args
 
 from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.sparsity_config import EvictionConfig, read_budget
 from jaxserve.core.events import Added, Finished, ReplicaEvent, Scheduled, replay
 from jaxserve.errors import ConfigError
+from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 from jaxserve.scheduling.request import LOGGED_FIELDS, FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
@@ -30,25 +31,42 @@ MAX_BYTES = 2**30
 _EVENTS = {event.__name__: event for event in get_args(ReplicaEvent)}
 
 
+class LoggedRun(NamedTuple):
+    """Content of a log.
+
+    Attributes:
+        schedule: sizes on which plans depend.
+        tiers: lower tiers with their content at the start.
+        events: the events, in order.
+    """
+
+    schedule: ScheduleConfig
+    tiers: list[StoredPages]
+    events: Iterator[ReplicaEvent]
+
+
 class EventLog:
     """A file of events; once full, it stays as it is.
 
     Args:
         path: file to write; an existing one is replaced.
         schedule: sizes on which plans depend.
+        tiers: lower tiers, before the first event.
         max_bytes: maximum file size.
 
     Raises:
         ConfigError: the file cannot be opened for writing.
     """
 
-    def __init__(self, path: str | Path, schedule: ScheduleConfig, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, path: str | Path, schedule: ScheduleConfig, tiers: Sequence[StoredPages] = (), max_bytes: int = MAX_BYTES
+    ) -> None:
         try:
             self._file: IO[str] | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - as long as the engine
         except OSError as error:
             raise ConfigError(f"event_log must be a file that can be written, got {path}: {error}") from error
         self._path, self._left = path, max_bytes
-        self._write(dataclasses.asdict(schedule))
+        self._write(dataclasses.asdict(schedule) | {"tiers": [_tier_to_json(tier) for tier in tiers]})
 
     def record(self, event: ReplicaEvent) -> None:
         """Append an event, unless the file is full or could not be written."""
@@ -77,21 +95,22 @@ class EventLog:
             self._file = None
 
 
-def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
-    """Return the sizes and events of a log, without an incomplete last line."""
+def read_log(path: str | Path) -> LoggedRun:
+    """Return the content of a log, without an incomplete last line."""
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     sizes = json.loads(lines[0])
+    tiers = [_read_tier(*tier) for tier in sizes.pop("tiers", ())]  # an older log has none
     for name in ("windows", "tenant_weights", "targets"):
         sizes[name] = tuple(tuple(each) if isinstance(each, list) else each for each in sizes[name])
     sizes["eviction"] = read_budget(EvictionConfig, sizes.get("eviction"))
-    schedule = ScheduleConfig(**sizes)
-    return schedule, (event_from_json(json.loads(line)) for line in lines[1:] if line.endswith("\n"))
+    events = (event_from_json(json.loads(line)) for line in lines[1:] if line.endswith("\n"))
+    return LoggedRun(ScheduleConfig(**sizes), tiers, events)
 
 
 def replay_log(path: str | Path) -> int:
     """Replay the plans of a log, and return their number; RuntimeError if one differs."""
-    schedule, events = read_log(path)
-    return replay(events, Scheduler(schedule))
+    schedule, tiers, events = read_log(path)
+    return replay(events, Scheduler(schedule, tiers=tiers))
 
 
 def event_to_json(event: ReplicaEvent) -> list[Any]:
@@ -109,6 +128,17 @@ def event_from_json(content: list[Any]) -> ReplicaEvent:
         case ["Scheduled", *fields]:
             return _read_scheduled(*fields)
     return _EVENTS[content[0]](*content[1:])
+
+
+def _tier_to_json(tier: StoredPages) -> list[Any]:
+    """Return a tier's properties and content, in types that JSON has."""
+    return [tier.name, tier.num_pages, tier.outlives_device, [[group, content.hex()] for group, content in tier.keys]]
+
+
+def _read_tier(name: str, num_pages: int, outlives_device: bool, keys: list[list[Any]]) -> StoredPages:
+    """Return the tier that `_tier_to_json` has written."""
+    found = [PageKey(group, bytes.fromhex(content)) for group, content in keys]
+    return StoredPages(name, num_pages, found, outlives_device=outlives_device)
 
 
 def _field_to_json(field: Any) -> Any:

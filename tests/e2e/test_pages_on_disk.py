@@ -1,6 +1,7 @@
 """Pages that move to disk and back: the same tokens, whatever the pool's dtype, and nothing lost or crossed."""
 
 import itertools
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.assembly.generation_defaults import build_arch
 from jaxserve.assembly.page_tiers import check_model, fingerprint
+from jaxserve.core.event_log import replay_log
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.page_media import DiskPages
@@ -124,6 +126,23 @@ def test_another_engine_continues_conversations(open_engine: Callable[..., Drive
     assert (stats.cached_tokens, stats.num_sought_tokens) == (CachedTokens(disk=6 * 32), 6 * 33)
     assert stats.num_loaded_pages >= 6 * 32 // SIZES["page_size"]
     assert stats.num_dropped_pages == stats.num_corrupt_pages == 0
+
+
+def test_an_event_log_starts_with_the_pages_that_an_engine_finds(
+    open_engine: Callable[..., DrivenEngine], tmp_path: Path
+) -> None:
+    prompts, log = [tokens(33, number) for number in range(6)], tmp_path / "log"
+    first = open_engine()
+    generate(first, prompts[:3], GREEDY)
+    first.close()
+    second = open_engine(event_log=str(log))
+    assert sum(output.cached_tokens.disk for output in generate(second, prompts, GREEDY)) == 3 * 32
+    second.close()
+    assert replay_log(log) > 6
+    sizes, *events = log.read_text().splitlines()
+    log.write_text("\n".join([json.dumps(json.loads(sizes) | {"tiers": []}), *events, ""]))
+    with pytest.raises((RuntimeError, AssertionError)):
+        replay_log(log)
 
 
 def test_loads_of_an_aborted_request_end_while_the_engine_sleeps(open_engine: Callable[..., DrivenEngine]) -> None:
@@ -384,7 +403,6 @@ def test_failed_load_ends_its_requests(
     ("options", "reason"),
     [
         ({"enable_prefix_caching": False}, "enable_prefix_caching must be True with kv_offloading_path, got False"),
-        ({"event_log": "log"}, "event_log must be None with kv_offloading_path"),
         ({"kv_offloading_disk_size": 1e-6}, "must be at least one page of"),
         ({"kv_offloading_disk_size": 0}, "kv_offloading_disk_size must be"),
         (

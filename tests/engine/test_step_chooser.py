@@ -59,7 +59,7 @@ def test_another_chooser_makes_other_plans_of_the_same_tokens(tmp_path: Path, si
                 driven.step()
         driven.drain()
         log.close()
-        choices[name] = [event.choice for event in read_log(tmp_path / name)[1] if isinstance(event, Scheduled)]
+        choices[name] = [event.choice for event in read_log(tmp_path / name).events if isinstance(event, Scheduled)]
         assert replay_log(tmp_path / name) > 40
     assert sizes.max_drafts or {choice.max_steps for choice in choices["random"]} == {1, 2, 3, 4}
     assert len({tuple(choice.num_drafts) for choice in choices["random"]}) > 3 * (sizes.max_drafts > 0)

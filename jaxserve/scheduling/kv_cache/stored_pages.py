@@ -38,6 +38,7 @@ class StoredPages:
 
     Attributes:
         name: the tier's name.
+        num_pages: see above.
         outlives_device: see above.
     """
 
@@ -45,7 +46,7 @@ class StoredPages:
         self, name: str, num_pages: int, keys: Iterable[PageKey] = (), *, outlives_device: bool = False
     ) -> None:
         self.name = name
-        self._num_pages, self.outlives_device = num_pages, outlives_device
+        self.num_pages, self.outlives_device = num_pages, outlives_device
         self._stored: dict[PageKey, int | None] = {}  # move that stored each page
         self._levels: dict[PageKey, int] = {}  # number of uses of stored pages, bounded
         self._used: list[OrderedDict[PageKey, int]] = [OrderedDict() for _ in range(NUM_LEVELS)]  # last use, by level
@@ -61,9 +62,14 @@ class StoredPages:
         return key in self._stored
 
     @property
+    def keys(self) -> list[PageKey]:
+        """Stored pages, in the order in which they were first stored."""
+        return [*self._stored]
+
+    @property
     def is_full(self) -> bool:
         """True if a page must be deleted before another one fits."""
-        return len(self._stored) >= self._num_pages
+        return len(self._stored) >= self.num_pages
 
     def victim(self) -> PageKey | None:
         """Return the page to delete first; None if all are being loaded."""
@@ -77,7 +83,7 @@ class StoredPages:
     def evict(self, key: PageKey) -> None:
         """Delete a page so that another one fits."""
         self._deleted[key] = self._levels[key]
-        if len(self._deleted) > self._num_pages:
+        if len(self._deleted) > self.num_pages:
             self._deleted.popitem(last=False)
         self.delete(key)
 
