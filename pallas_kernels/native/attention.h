@@ -591,15 +591,27 @@ class Attention {
         std::fill_n(scores, num_columns * W, 0.0f);
         continue;
       }
-      F<W> total = {};
-      for (int64_t c = 0; c < num_columns; ++c) {
-        F<W> weight = exp2_of_negative<W>(load<W>(scores + c * W) - s.max_scores[v]);
-        total += weight;
-        if constexpr (kHasScales<Number>) weight *= load<W>(block.value_scales + c * W);
-        store<W>(scores + c * W, weight);
-      }
+      const F<W> total = weigh(block, num_columns, s.max_scores[v], scores);
       store<W>(&s.weights[v * W], fma<W>(load<W>(&s.weights[v * W]), all<W>(s.factors[v]), total));
     }
+  }
+
+  // Turn a vector's scores into weights, and return their sum by lane. Not inlined: the sum would be kept in memory.
+  [[gnu::noinline]] static F<W> weigh(const Block<W, Element, Key>& block, int64_t num_columns, float max_score,
+                                      float* scores) {
+    F<W> total = {};
+    const auto weigh_one = [&](int64_t c) NATIVE_INLINE {
+      F<W> weight = exp2_of_negative<W>(load<W>(scores + c * W) - max_score);
+      total += weight;
+      if constexpr (kHasScales<Number>) weight *= load<W>(block.value_scales + c * W);
+      store<W>(scores + c * W, weight);
+    };
+    if (num_columns == kBlockTokens / W) {
+      unrolled<kBlockTokens / W>(weigh_one);
+    } else {
+      for (int64_t c = 0; c < num_columns; ++c) weigh_one(c);
+    }
+    return total;
   }
 
   // Finish a vector's scores of a block: multiply them by the keys' scales, cap them, and hide those that it does not
