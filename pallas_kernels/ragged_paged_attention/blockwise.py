@@ -9,6 +9,7 @@ blocks past its end leave its state bit-identical.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,8 +90,19 @@ def attend(attention: Attention, q: Float[Array, "T Q H"], rows: RaggedRows) -> 
         q: queries after RoPE.
         rows: the step's rows.
     """
-    out = _attend_decode_rows(attention, q, jnp.zeros((*q.shape[:2], attention.pages.kind.value_dim), q.dtype), rows)
-    return out if q.shape[0] == 1 else _attend_prefill_rows(attention, q, out, rows)
+
+    def attend_queries(queries: Queries, block_tokens: int) -> Float[Array, "B X Q V"]:
+        return _attend_blocks(attention, queries.take(q), queries, block_tokens)
+
+    q_lens, max_queries = rows.live_q_lens(), attention.options.max_queries
+    out = jnp.zeros((*q.shape[:2], attention.pages.kind.value_dim), q.dtype)
+    out = fill_decode_rows(lambda queries: attend_queries(queries, DECODE_BLOCK_TOKENS), out, rows, q_lens == 1)
+    if q.shape[0] == 1:
+        return out
+    attends = q_lens > 1 if max_queries is None else (q_lens > 1) & (q_lens <= max_queries)
+    return fill_prefill_rows(
+        lambda queries: attend_queries(queries, PREFILL_BLOCK_TOKENS), out, rows, attends, attention.nodes
+    )
 
 
 class Attention(NamedTuple):
@@ -109,7 +121,7 @@ class Attention(NamedTuple):
     nodes: Int32[Array, "T columns"] | None = None
 
 
-class _Tree(NamedTuple):
+class Tree(NamedTuple):
     """Draft tree of a query tile's row."""
 
     nodes: Int32[Array, "X columns"]
@@ -159,64 +171,83 @@ class Softmax(NamedTuple):
         return Softmax(*(lax.dynamic_update_slice_in_dim(x, new, start, 3) for x, new in pairs))
 
 
-def _attend_decode_rows(
-    attention: Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q V"], rows: RaggedRows
+class Queries(NamedTuple):
+    """X queries for each of B rows.
+
+    Attributes:
+        take: function from an array with an entry per new token to the queries' entries.
+        position: position of each query in its sequence; -1 for padding.
+        page_table: page ids of each sequence.
+        tree: draft tree of the only sequence, or None.
+    """
+
+    take: Callable[[Shaped[Array, "T *rest"]], Shaped[Array, "B X *rest"]]
+    position: Int32[Array, "B X"]
+    page_table: Int32[Array, "B M"]
+    tree: Tree | None = None
+
+
+def fill_decode_rows(
+    compute: Callable[[Queries], Float[Array, "B 1 Q V"]],
+    out: Float[Array, "T Q V"],
+    rows: RaggedRows,
+    is_filled: Bool[Array, "R"],
 ) -> Float[Array, "T Q V"]:
-    """Attend with the rows that have one new token, one group of rows with similar lengths at a time.
+    """Fill in the outputs of some rows with one new token, one group of rows with similar lengths at a time.
 
     Args:
-        attention: pages and options.
-        q: queries of all new tokens.
+        compute: function that returns the outputs for a group's queries.
         out: outputs of all new tokens.
         rows: the step's rows.
+        is_filled: rows to compute.
 
     Returns:
         `out` with the outputs of these rows filled in.
     """
-    T, R = q.shape[0], rows.kv_lens.shape[0]
+    T, R = out.shape[0], rows.kv_lens.shape[0]
     group_rows = min(DECODE_GROUP_ROWS, R)
-    is_decode = rows.live_q_lens() == 1
-    kv_lens = jnp.where(is_decode, rows.kv_lens, 0)
+    kv_lens = jnp.where(is_filled, rows.kv_lens, 0)
     longest_first = jnp.argsort(kv_lens, descending=True).astype(jnp.int32)
 
-    def attend_group(group: Int32[Array, ""], out: Float[Array, "T Q V"]) -> Float[Array, "T Q V"]:
+    def fill_group(group: Int32[Array, ""], out: Float[Array, "T Q V"]) -> Float[Array, "T Q V"]:
         # The last group starts early enough to be full; rows that it repeats get identical results.
         start = jnp.minimum(group * group_rows, R - group_rows)
         row_id = lax.dynamic_slice(longest_first, (start,), (group_rows,))
-        token_id = jnp.where(is_decode[row_id], rows.cu_q_lens[row_id], T)
-        group_q = q.at[token_id].get(mode="clip")[:, None]  # [B, 1, Q, H]
+        token_id = jnp.where(is_filled[row_id], rows.cu_q_lens[row_id], T)
         position = kv_lens[row_id][:, None] - 1
         page_table = rows.page_table[rows.table_rows(row_id)]
-        group_out = _attend_blocks(attention, group_q, position, page_table, DECODE_BLOCK_TOKENS)
-        return out.at[token_id].set(group_out[:, 0], mode="drop")
+        queries = Queries(lambda x: x.at[token_id].get(mode="clip")[:, None], position, page_table)
+        return out.at[token_id].set(compute(queries)[:, 0], mode="drop")
 
-    num_groups = (jnp.sum(is_decode, dtype=jnp.int32) + group_rows - 1) // group_rows
-    return lax.fori_loop(0, num_groups, attend_group, out)
+    num_groups = (jnp.sum(is_filled, dtype=jnp.int32) + group_rows - 1) // group_rows
+    return lax.fori_loop(0, num_groups, fill_group, out)
 
 
-def _attend_prefill_rows(
-    attention: Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q V"], rows: RaggedRows
+def fill_prefill_rows(
+    compute: Callable[[Queries], Float[Array, "1 X Q V"]],
+    out: Float[Array, "T Q V"],
+    rows: RaggedRows,
+    is_filled: Bool[Array, "R"],
+    nodes: Int32[Array, "T columns"] | None = None,
 ) -> Float[Array, "T Q V"]:
-    """Attend with the rows that have several new tokens, at most `max_queries`, one query tile at a time.
+    """Fill in the outputs of some rows with several new tokens, one query tile at a time.
 
     Args:
-        attention: pages and options.
-        q: queries of all new tokens.
+        compute: function that returns the outputs for a tile's queries.
         out: outputs of all new tokens.
         rows: the step's rows.
+        is_filled: rows to compute.
+        nodes: draft-tree nodes that each token sees, from `visible_nodes`, or None.
 
     Returns:
         `out` with the outputs of these rows filled in.
     """
-    T = q.shape[0]
+    T = out.shape[0]
     tile_size = min(PREFILL_TILE_QUERIES, T)
-    q_lens = rows.live_q_lens()
-    max_queries = attention.options.max_queries
-    attends = q_lens > 1 if max_queries is None else (q_lens > 1) & (q_lens <= max_queries)
-    num_tiles = jnp.where(attends, (q_lens + tile_size - 1) // tile_size, 0)
+    num_tiles = jnp.where(is_filled, (rows.live_q_lens() + tile_size - 1) // tile_size, 0)
     tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
 
-    def attend_tile(tile: Int32[Array, ""], out: Float[Array, "T Q V"]) -> Float[Array, "T Q V"]:
+    def fill_tile(tile: Int32[Array, ""], out: Float[Array, "T Q V"]) -> Float[Array, "T Q V"]:
         row_id = jnp.sum(tile_ends <= tile, dtype=jnp.int32)
         first_token = rows.cu_q_lens[row_id] + (tile - tile_ends[row_id] + num_tiles[row_id]) * tile_size
         end_token = jnp.minimum(first_token + tile_size, rows.cu_q_lens[row_id + 1])
@@ -226,38 +257,33 @@ def _attend_prefill_rows(
         in_tile = (token_id >= first_token) & (token_id < end_token)
         position = jnp.where(in_tile, token_id + rows.kv_lens[row_id] - rows.cu_q_lens[row_id + 1], -1)
         page_table = rows.page_table[rows.table_rows(row_id)][None]
-        tile_q = lax.dynamic_slice_in_dim(q, start, tile_size)[None]  # [1, X, Q, H]
-        tree = None
-        if attention.nodes is not None:
-            nodes = lax.dynamic_slice_in_dim(attention.nodes, start, tile_size)
-            tree = _Tree(nodes, tree_starts(rows)[row_id])
-        tile_out = _attend_blocks(attention, tile_q, position[None], page_table, PREFILL_BLOCK_TOKENS, tree)
-        kept = lax.dynamic_slice_in_dim(out, start, tile_size)
-        merged = jnp.where(in_tile[:, None, None], tile_out[0], kept)
+
+        def take(x: Shaped[Array, "T *rest"]) -> Shaped[Array, "1 X *rest"]:
+            return lax.dynamic_slice_in_dim(x, start, tile_size)[None]
+
+        tree = None if nodes is None else Tree(take(nodes)[0], tree_starts(rows)[row_id])
+        tile_out = compute(Queries(take, position[None], page_table, tree))
+        merged = jnp.where(in_tile[:, None, None], tile_out[0], take(out)[0])
         return lax.dynamic_update_slice_in_dim(out, merged, start, axis=0)
 
-    return lax.fori_loop(0, tile_ends[-1], attend_tile, out)
+    return lax.fori_loop(0, tile_ends[-1], fill_tile, out)
 
 
 def _attend_blocks(
     attention: Attention,
     q: Float[Array, "B X Q H"],
-    position: Int32[Array, "B X"],
-    page_table: Int32[Array, "B M"],
+    queries: Queries,
     block_tokens: int,
-    tree: _Tree | None = None,
 ) -> Float[Array, "B X Q V"]:
     """Attend with X queries from each of B sequences, one key block at a time.
 
     Args:
         attention: pages and options.
         q: queries.
-        position: position of each query in its sequence; -1 for padding.
-        page_table: page ids of each sequence.
+        queries: their positions, page tables and trees.
         block_tokens: number of tokens in a key block, rounded down to whole pages.
-        tree: draft tree of the only sequence, or None.
     """
-    B, X, Q, H = q.shape
+    (B, X, Q, H), (_, position, page_table, tree) = q.shape, queries
     pages = attention.pages
     K, V, page_size = pages.kind.num_kv_heads, pages.kind.value_dim, pages.page_size
     block_pages = max(1, block_tokens // page_size)
