@@ -57,7 +57,9 @@ CONFIGS = {
     "starcoder2": transformers.Starcoder2Config,
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
+    "deepseek_v32": transformers.DeepseekV32Config,
     "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
+    "glm_moe_dsa": transformers.GlmMoeDsaConfig,
     "gpt_oss": transformers.GptOssConfig,
     "qwen3_next": transformers.Qwen3NextConfig,
     "qwen3_5": transformers.Qwen3_5TextConfig,
@@ -66,7 +68,8 @@ CONFIGS = {
 FAMILIES = tuple(CONFIGS)
 # They differ most in their layers; by default tests that are alike for all families take only these.
 VARIED = ("llama", "gpt2", "gemma3", "gemma4", "olmoe", "deepseek_v3", "gpt_oss", "qwen3_5")
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # families that attend over latents
+INDEXED = ("deepseek_v32", "glm_moe_dsa")  # families whose queries choose their tokens
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", *INDEXED)  # families that attend over latents
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families with gated delta nets
 MIXTURES = (  # families with experts
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", *LATENT, "qwen3_next", "qwen3_5_moe", "gemma4_moe"),
@@ -130,6 +133,7 @@ FIELD_NAMES: dict[str, dict[str, str | None]] = {
     "deepseek_v2": _LATENT_NAMES,
     "deepseek_v3": _LATENT_NAMES,
     "glm4_moe_lite": _LATENT_NAMES,
+    **dict.fromkeys(INDEXED, _LATENT_NAMES),
     "gpt_oss": {"num_experts": "num_local_experts", "mlp_bias": None},
     "qwen3_next": {"mlp_bias": None},
     "qwen3_5": {"mlp_bias": None},
@@ -170,6 +174,8 @@ SIZES = {
 }
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 FACTORS = {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0}
+# Fewer tokens than prompts in tests have; with few heads most scores would be zero, and the order arbitrary.
+_INDEX_SIZES = {"index_topk": 8, "index_head_dim": 20, "index_n_heads": 16}
 _LATENT_SIZES = {
     "kv_lora_rank": 24,
     "q_lora_rank": 20,
@@ -277,6 +283,8 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT_SIZES, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
     "deepseek_v3": {**_LATENT_SIZES, "norm_topk_prob": True},
     "glm4_moe_lite": {**_LATENT_SIZES, "n_group": 1, "topk_group": 1},
+    "deepseek_v32": {**_LATENT_SIZES, **_INDEX_SIZES},
+    "glm_moe_dsa": {**_LATENT_SIZES, **_INDEX_SIZES, "n_group": 1, "topk_group": 1},
     "gpt_oss": {
         "num_experts": 6,
         "num_experts_per_tok": 3,

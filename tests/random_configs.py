@@ -8,6 +8,7 @@ from tests.checkpoints import (
     DELTA,
     FACTORS,
     GROWING,
+    INDEXED,
     LATENT,
     LAYER_TYPES,
     MIXTURES,
@@ -171,13 +172,19 @@ def _latent(family: str, rng: random.Random, layers: int, rope: dict[str, Any]) 
         "attention_bias": rng.random() < 0.5,
         "rope_parameters": rope | (mscales if rope["rope_type"] == "yarn" else {}),
     }
+    if family in INDEXED:
+        heads, rope_dim = rng.choice([16, 24]), int(overrides["qk_rope_head_dim"])
+        overrides |= {"q_lora_rank": rng.choice([24, 17]), "index_topk": rng.choice([3, 9, 64])}
+        overrides |= {"index_n_heads": heads, "index_head_dim": rope_dim + rng.choice([0, 8, 14])}
     if family == "deepseek_v2":
         return {
             **overrides,
             "topk_method": rng.choice(["greedy", "group_limited_greedy"]),
             **_dense_layers(rng, layers),
         }
-    overrides |= {"norm_topk_prob": rng.random() < 0.5, "rope_interleave": rng.random() < 0.7}
+    overrides |= {"norm_topk_prob": rng.random() < 0.5}
+    if family not in INDEXED:
+        overrides["rope_interleave"] = rng.random() < 0.7
     if family == "deepseek_v3":
         return {**overrides, **_dense_layers(rng, layers)}
     return {**overrides, "mlp_layer_types": _kinds(["dense", "sparse"], layers, rng)}

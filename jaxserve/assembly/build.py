@@ -63,6 +63,11 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
             f"kv_eviction with the method {config.eviction.method!r} needs a model with full attention and the same KV "
             f"heads in all layers, got {arch.architecture}; take 'streaming_llm'"
         )
+    if config.eviction is not None and arch.token_choice is not None:
+        raise ConfigError(
+            f"kv_eviction must be None for {arch.architecture}, whose indexer chooses among all tokens, got "
+            f"{config.eviction.method!r}; drop it"
+        )
     if config.page_budget is not None and arch.pooler is not None:
         raise ConfigError(f"sparse_attention needs a model that generates, got {arch.architecture}; drop it")
     if config.count_expert_tokens and arch.experts is None:

@@ -16,7 +16,6 @@ from jaxserve.assembly.parameters import adapter_layout
 from jaxserve.errors import ConfigError
 from jaxserve.execution.sampling import LogprobLayout
 from jaxserve.execution.state import new_pool, new_slots, new_states
-from jaxserve.layers.page_bounds import BoundedHeads
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import widest_output
@@ -283,12 +282,9 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
 
 
 def _choice_bytes(config: EngineConfig, arch: ArchConfig, num_rows: int) -> int:
-    """Return the float32 bytes of the bounds by which `num_rows` rows choose pages in a layer; 0 without bounds."""
-    pool = arch.kv_layout.pool
-    if not isinstance(pool, BoundedHeads):
-        return 0
-    num_pages = -(-(config.max_model_len or arch.max_position) // (config.page_size or SMALL_PAGE_TOKENS))
-    return 4 * num_rows * num_pages * pool.token_size
+    """Return the bytes by which `num_rows` rows choose among their tokens in a layer; 0 if they attend to all."""
+    max_len, page_size = config.max_model_len or arch.max_position, config.page_size or SMALL_PAGE_TOKENS
+    return arch.kv_layout.pool.choice_bytes(num_rows, arch.attention.num_heads, max_len, page_size)
 
 
 def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:

@@ -127,7 +127,7 @@ class StepStatsWriter:
             work = _speculative_work(plan, rounds, page_size)
             num_axis_tokens *= self._executor.schedule.max_nodes + 1
         windows, sparsity = [layer.window for layer in arch.attention_layers], self._executor.schedule.sparsity
-        attention = attention_cost(work.start, work.num_tokens, windows, sparsity)
+        attention = attention_cost(work.start, work.num_tokens, windows, sparsity, arch.token_choice)
         num_rows, num_steps = self._executor.schedule.num_rows(bucket), work.num_steps
         num_tokens, num_shares = int(work.num_tokens.sum()), len(arch.attention_layers) * arch.num_data_shards
         return StepStats(

@@ -31,6 +31,7 @@ from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
 from jaxserve.models import decoder
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     HeadMatrices,
+    IndexInputs,
     Pages,
     apply_rope,
     from_canonical,
@@ -78,6 +79,7 @@ class ObservingAttention(Attention):
         v: Float[Array, "T K H"] | HeadMatrices | None,
         layer: LayerContext,
         sinks: Float[Array, " Q"] | None,
+        index: IndexInputs | None = None,
     ) -> tuple[Float[Array, "T Q H"], ObservingAttention]:
         """Attend blockwise to all keys up to each query, and add the weights; new keys and values are in the pool."""
         options, (T, Q, H), dtype = layer.attention.options, q.shape, q.dtype

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array, Int
 
+from jaxserve.layers.pools import Pool, from_canonical, to_canonical
 from jaxserve.layers.sharding import over_devices, replicated, specs_of
 from jaxserve.pallas_kernels.deviceless import HOST_MEMORY, Chip
-from jaxserve.pallas_kernels.ragged_paged_attention import KVKind, Pages, from_canonical, to_canonical
+from jaxserve.pallas_kernels.ragged_paged_attention import KVKind
 
 MOVED_PAGES = (1, 4, 16)  # numbers of pages for which there are programs
 
@@ -102,10 +103,10 @@ class PagePrograms:
         layers, _, *others = leaf.sharding.spec or (None, None)
         return PartitionSpec(layers, None, *(axes for axes in others if axes is not None))
 
-    def _gather(self, kv_pages: Pages, ids: Int[Array, " E"]) -> tuple[Pages, ...]:
+    def _gather(self, kv_pages: Pool, ids: Int[Array, " E"]) -> tuple[Pool, ...]:
         """Return copies of some pages."""
 
-        def read(index: Array) -> Pages:
+        def read(index: Array) -> Pool:
             # A gather along the second axis would make XLA for TPUs copy the pool, and so would another byte layout.
             page = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1), kv_pages)
             page = to_canonical(self.backend, jax.lax.optimization_barrier(page), self.kind)
@@ -113,7 +114,7 @@ class PagePrograms:
 
         return tuple(map(read, jnp.unstack(ids)))
 
-    def _scatter(self, kv_pages: Pages, ids: Int[Array, " E"], pages: tuple[Pages, ...]) -> Pages:
+    def _scatter(self, kv_pages: Pool, ids: Int[Array, " E"], pages: tuple[Pool, ...]) -> Pool:
         """Write pages, as from `_gather`, to a donated pool and return it."""
         first = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0], 1, *leaf.shape[2:]), leaf.dtype), kv_pages
@@ -145,10 +146,10 @@ def _from_words(page: Array, leaf: jax.ShapeDtypeStruct) -> Array:
     return page.reshape(leaf.shape)
 
 
-def _from_host(scatter: Callable[..., Pages]) -> Callable[..., Pages]:
+def _from_host(scatter: Callable[..., Pool]) -> Callable[..., Pool]:
     """Return a program that first copies the pages from host memory to the devices."""
 
-    def program(kv_pages: Pages, ids: Int[Array, " E"], pages: tuple[Pages, ...]) -> Pages:
+    def program(kv_pages: Pool, ids: Int[Array, " E"], pages: tuple[Pool, ...]) -> Pool:
         return scatter(kv_pages, ids, jax.device_put(pages, jax.memory.Space.Device))
 
     return program

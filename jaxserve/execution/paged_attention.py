@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.layers.state_forms import StateRows
 from jaxserve.layers.token_context import LayerContext, NarrowingAttention, TokenContext
-from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, Pages, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, IndexInputs, RaggedRows
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
@@ -35,7 +35,7 @@ class PagedAttention(NarrowingAttention):
     """
 
     backend: str = field(metadata={"static": True})
-    kv_pages: Pages
+    kv_pages: Any  # `Pool` in the backend's layout
     groups: tuple[RaggedRows, ...]
     tree_mask: Int[Array, " T"] | None = None
     states: Any = None
@@ -56,6 +56,7 @@ class PagedAttention(NarrowingAttention):
         v: Float[Array, "T K H"] | HeadMatrices | None,
         layer: LayerContext,
         sinks: Float[Array, " Q"] | None,
+        index: IndexInputs | None = None,
     ) -> tuple[Float[Array, "N Q V"], PagedAttention]:
         """Write the new tokens to the pool and attend over it; return outputs, and attention with the updated pool.
 
@@ -63,7 +64,7 @@ class PagedAttention(NarrowingAttention):
         """
         options = layer.options
         k, v, shared = options.share(k, v, self.shared)
-        new = NewTokens(q, k, v, layer.rope, sinks, self.tree_mask, self.choosing)
+        new = NewTokens(q, k, v, layer.rope, sinks, self.tree_mask, index, self.choosing)
         rows = self.groups[options.kv_group]
         kernel_options = dataclasses.replace(options.spec.attention.options, last_only=layer.last_only)
         out, kv_pages = options.kv.attend(new, rows, self.kv_pages, layer.index, kernel_options, backend=self.backend)

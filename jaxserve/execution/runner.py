@@ -19,7 +19,7 @@ from jaxserve.execution.programs import Programs
 from jaxserve.execution.round import StepOutput
 from jaxserve.execution.sampling import LogprobLayout
 from jaxserve.execution.state import ServeState
-from jaxserve.layers.page_bounds import pages_of
+from jaxserve.layers.pools import read_pages
 from jaxserve.models.params import Params, device_bytes
 from jaxserve.models.registry import flop_counts, param_specs
 from jaxserve.models.weight_reads import WeightReads
@@ -133,7 +133,7 @@ class Runner:
         self.state: ServeState | None = self.programs.new_state()  # None while asleep or closed
         self._sleeping_params: Params | None = None  # copy in host memory
         self._sleeping_draft: Params = {}
-        local, pool_bytes = lowering.model.arch, device_bytes(pages_of(self.state.kv_pages))
+        local, pool_bytes = lowering.model.arch, device_bytes(read_pages(self.state.kv_pages))
         num_layer_tokens = schedule.num_shard_pages * schedule.page_size * arch.kv_layout.num_pool_layers
         reads = WeightReads.from_params(params, param_specs(local), device_bytes, has_logits=arch.pooler is None)
         self.costs = Costs(

@@ -19,7 +19,7 @@ from jaxserve.api.pooling_params import PoolingKind
 from jaxserve.api.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
 from jaxserve.execution.batch import MAX_STOP_IDS, PageEntries
 from jaxserve.execution.sampling import RECORD_WORDS, SlotRow, SlotTable, mask_size, padded_to_lanes
-from jaxserve.layers.page_bounds import Pool
+from jaxserve.layers.pools import Pool
 from jaxserve.layers.sharding import DATA, MODEL, TENSOR, MeshAxes, joined, tensor_size
 from jaxserve.models.arch import ArchConfig
 from jaxserve.scheduling.schedule_config import ScheduleConfig

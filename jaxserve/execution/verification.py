@@ -27,8 +27,8 @@ from jaxserve.execution.proposer import BothParams, Drafts, Proposer
 from jaxserve.execution.round import Model, StepOutput, adapter_slots, begin, run_model, token_logits, with_counts
 from jaxserve.execution.rows import Rows, Tokens, num_draftable, place_tokens, planned_rows, takes_part
 from jaxserve.execution.state import CLIPPED, ServeState
+from jaxserve.layers.pools import Pool
 from jaxserve.models.params import Params
-from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 
 
 def make_speculative_step(model: Model, layout: BatchLayout, proposer: Proposer, max_rounds: int) -> Any:
@@ -163,7 +163,7 @@ def _verify(
     return logits.reshape(N + 1, R, -1), observed.at[node_index.T.reshape(-1)].get(**CLIPPED), state
 
 
-def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Model) -> Pages:
+def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Model) -> Pool:
     """Return the KV pool with the tokens on each row's accepted path of nodes moved together, in all KV groups."""
     kv_pages = state.kv_pages
     sequences, forms = state.sequences, model.arch.kv_layout.forms

@@ -18,6 +18,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionInputs,
     AttentionOptions,
     HeadMatrices,
+    IndexInputs,
     KVKind,
     MLAInputs,
     Pages,
@@ -35,6 +36,7 @@ class NewTokens(NamedTuple):
         rope: cosines and sines that rotate queries and keys; None for no rotation.
         sinks: logits that take part in the softmax without values, or None.
         tree_mask: draft-token trees, or None.
+        indexer: an indexer's queries, weights and keys, see `indexed_latents`; None without an indexer.
         choosing: rows that choose the pages that they attend to, see `page_bounds`; None if none do.
     """
 
@@ -44,6 +46,7 @@ class NewTokens(NamedTuple):
     rope: Float32[Array, "2 T half"] | None = None
     sinks: Float[Array, " Q"] | None = None
     tree_mask: Int32[Array, " T"] | None = None
+    indexer: IndexInputs | None = None
     choosing: Bool[Array, " R"] | None = None
 
 
@@ -84,6 +87,17 @@ class KVForm(ABC):
     def move_tokens(self, backend: str, kv_pages: Pages, page_table: Int[Array, "rows M"], *moves: Array) -> Pages:
         """Copy tokens within their rows, in all layers; see `ragged_paged_attention.move_tokens`."""
         return ops.move_tokens(backend, self.kind, kv_pages, page_table, *moves)
+
+    def choice_bytes(self, num_rows: int, num_heads: int, max_len: int, page_size: int) -> int:
+        """Return a step's bytes in a layer for rows that choose among their tokens; 0 if they attend to all.
+
+        Args:
+            num_rows: number of rows.
+            num_heads: query heads.
+            max_len: maximum tokens in a row.
+            page_size: tokens per page.
+        """
+        return 0
 
     def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
         """Return a step's rows, prepared once for all layers; see `ragged_paged_attention.step_rows`."""

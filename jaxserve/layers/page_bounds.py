@@ -38,14 +38,6 @@ class BoundedPages(NamedTuple):
     """Maximum of a page's keys, then of its negated keys: a query's scores are bounded by one matmul."""
 
 
-Pool = Pages | BoundedPages
-
-
-def pages_of(pool: Pool) -> Pages:
-    """Return a pool without bounds."""
-    return pool.pages if isinstance(pool, BoundedPages) else pool
-
-
 @dataclass(frozen=True)
 class BoundedHeads(HeadVectors):
     """Keys and values whose pages have bounds.
@@ -67,6 +59,10 @@ class BoundedHeads(HeadVectors):
         is_wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
         shape = (num_layers, num_pages, self.num_kv_heads, 2 * self.head_dim)
         return BoundedPages(pages, jnp.zeros(shape, dtype if is_wide else jnp.bfloat16))
+
+    def choice_bytes(self, num_rows: int, num_heads: int, max_len: int, page_size: int) -> int:
+        """Return the float32 bytes of all rows' bounds."""
+        return 4 * num_rows * -(-max_len // page_size) * self.token_size
 
     def attend(  # type: ignore[override]  # a pool with bounds
         self,

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jaxserve.layers.norm import NormFunction
 from jaxserve.layers.rope import Rotation
-from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, next_index
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, IndexInputs, next_index
 
 if TYPE_CHECKING:
     from jaxserve.layers.state_forms import StateForm
@@ -77,6 +77,7 @@ class Attention(ABC):
         v: Float[Array, "T K H"] | HeadMatrices | None,
         layer: LayerContext,
         sinks: Float[Array, " Q"] | None,
+        index: IndexInputs | None = None,
     ) -> tuple[Float[Array, "N Q V"], Self]:
         """Rotate queries and keys by `layer.rope`, keep the new keys and values, and attend.
 
@@ -86,6 +87,7 @@ class Attention(ABC):
             v: values, or the matrices that expand latents to keys and values; None if `k` is.
             layer: the layer.
             sinks: logits that take part in the softmax without values.
+            index: an indexer's queries, weights and keys, by which each query chooses its tokens; None to see all.
         """
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], Self]:
@@ -213,6 +215,7 @@ class TokenContext:
         v: Float[Array, "T K H"] | HeadMatrices | None,
         layer: LayerContext,
         sinks: Float[Array, " Q"] | None = None,
+        index: IndexInputs | None = None,
     ) -> tuple[Float[Array, "N Q V"], TokenContext]:
         """Return attention outputs and the context for the next layers; see `Attention.attend`.
 
@@ -220,7 +223,9 @@ class TokenContext:
         """
         if layer.rotation is not None and layer.rotation.query_factor is not None:
             q *= layer.rotation.query_factor[:, None, None].astype(q.dtype)
-        out, attention = self.attention.attend(self.kept(q, layer), k, v, layer, sinks)
+        if index is not None:
+            index = index._replace(q=self.kept(index.q, layer), weights=self.kept(index.weights, layer))
+        out, attention = self.attention.attend(self.kept(q, layer), k, v, layer, sinks, index)
         tokens = dataclasses.replace(self, attention=attention)
         return out, tokens.for_last() if layer.last_only else tokens
 

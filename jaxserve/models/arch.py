@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 from jaxserve.api.pooling_params import Pooler
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
+from jaxserve.layers.indexed_latents import IndexedLatents
 from jaxserve.layers.kv_forms import HeadVectors
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.layers.sharding import DATA, MODEL, TENSOR
 from jaxserve.layers.state_forms import StateForm
 from jaxserve.models.kv_layout import KVLayout, check_sizes, filled_period, lay_out
 from jaxserve.models.layer_spec import AttentionSpec, LayerOptions, LayerSpec
+from jaxserve.scheduling.step_costs import TokenChoice
 from jaxserve.weights import Schemes
 
 
@@ -295,6 +297,14 @@ class ArchConfig:
         period = self.period if 2 * self.period <= self.num_layers else None
         layout = lay_out(self.layers, num_devices=self.num_devices, period=period, has_one_group=self.one_kv_group)
         return layout if self.page_budget is None else layout.with_bounds(self.page_budget, self.tensor_axis)
+
+    @property
+    def token_choice(self) -> TokenChoice | None:
+        """Costs of an indexer, by which queries choose their tokens in all layers; None without an indexer."""
+        if not isinstance(kv := self.attention.kv, IndexedLatents):
+            return None
+        score_size = self.attention.num_heads * kv.score_size
+        return TokenChoice(kv.top_k, kv.index_dim / kv.token_size, kv.num_index_heads * kv.index_dim / score_size)
 
     @property
     def has_alike_heads(self) -> bool:

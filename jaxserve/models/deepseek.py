@@ -1,4 +1,6 @@
-"""DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash: MLA, and MoE with shared experts."""
+"""DeepSeek V2, V3 and V3.2, Kimi K2, GLM-4.7-Flash and GLM-5: MLA, and MoE with shared experts.
+
+V3.2 and GLM-5 have an indexer in each layer, which chooses the tokens that a query attends to."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -8,6 +10,7 @@ from typing import Any
 from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
+from jaxserve.layers.indexed_latents import IndexedLatents
 from jaxserve.layers.kv_forms import Latents
 from jaxserve.models import llama, mla, moe
 from jaxserve.models.arch import ArchConfig
@@ -79,6 +82,30 @@ _GLM_DEFAULTS = {
     "mlp_layer_types": None,
     "first_k_dense_replace": 1,
 }
+_V32_DEFAULTS = {
+    **_V3_DEFAULTS,
+    "max_position_embeddings": 163840,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "indexer_rope_interleave": False,
+    "mlp_layer_types": None,
+}
+_GLM_DSA_DEFAULTS = {
+    **_V32_DEFAULTS,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+    "index_n_heads": 32,
+    "indexer_rope_interleave": True,
+    "indexer_types": None,
+    "index_topk_pattern": None,
+    "index_topk_freq": 1,
+}
 _SIZES = (
     *("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
@@ -92,6 +119,15 @@ _FIELDS = {
     "mlp_bias": FieldType("false: biases of experts are not supported", lambda value: value is False),
     "moe_layer_freq": FieldType("1: only the first layers may lack experts", lambda value: value == 1),
 }
+_INDEX_FIELDS = {
+    **dict.fromkeys(("index_topk", "index_head_dim", "index_n_heads", "q_lora_rank", "qk_rope_head_dim"), SIZE),
+    "indexer_rope_interleave": SWITCH,
+}
+_NOT_SHARED = "layers that share an earlier layer's choice are not supported"
+_SHARED_INDEX_FIELDS = {
+    "index_topk_pattern": FieldType(f"null: {_NOT_SHARED}", lambda value: value is None),
+    "index_topk_freq": FieldType(f"1: {_NOT_SHARED}", lambda value: value == 1),
+}
 _V2_FIELDS = {
     "scoring_func": one_of(["softmax"]),
     "topk_method": one_of(["greedy", "group_limited_greedy"]),
@@ -100,6 +136,7 @@ _V2_FIELDS = {
     ),
 }
 _DENSE, _SPARSE = "dense", "sparse"
+_FULL_INDEXER = "full"  # the layer has an indexer, and does not share the previous one's choice
 
 
 def v2_arch(config: HfConfig) -> ArchConfig:
@@ -125,6 +162,28 @@ def glm_arch(config: HfConfig) -> ArchConfig:
 
     kinds = read_kinds(config, default, (_DENSE, _SPARSE), "mlp_layer_types")
     return v3_arch(config, dense_layers=[layer for layer, kind in enumerate(kinds) if kind == _DENSE])
+
+
+def v32_arch(config: HfConfig) -> ArchConfig:
+    """Parse a DeepSeek-V3.2 config.json: V3's fields, and an indexer's."""
+    arch = glm_arch({**config, "rope_interleave": True})  # transformers does not read rope_interleave here
+    values = read_fields(config, _INDEX_FIELDS)
+    if values["index_head_dim"] < values["qk_rope_head_dim"]:
+        raise ConfigError(
+            f"index_head_dim must be at least qk_rope_head_dim, the elements that are rotated, got "
+            f"{values['index_head_dim']} and {values['qk_rope_head_dim']}"
+        )
+    mla, rank, rope_dim = arch.attention.mla_sizes
+    kv = IndexedLatents(rank, rope_dim, values["index_n_heads"], values["index_head_dim"], values["index_topk"])
+    mla = mla._replace(index_interleaved=values["indexer_rope_interleave"])
+    return arch.with_attention(kv=[kv] * arch.num_layers, mla=[mla] * arch.num_layers)
+
+
+def glm_dsa_arch(config: HfConfig) -> ArchConfig:
+    """Parse a GLM-5 config.json whose layers all have indexers; layers may not share an earlier layer's choice."""
+    read_kinds(config, lambda _: _FULL_INDEXER, (_FULL_INDEXER,), "indexer_types")
+    read_fields(config, _SHARED_INDEX_FIELDS)
+    return v32_arch(config)
 
 
 def _arch(config: HfConfig, dense_layers: Collection[int] | None = None, **routing: Any) -> ArchConfig:
@@ -205,5 +264,7 @@ _V3_NAMES = TensorNames(mixer=mla.attention_specs, moe=MoeNames(router_bias="mlp
 FAMILIES = {
     "DeepseekV2ForCausalLM": ModelFamily(v2_arch, _V2_NAMES, _V2_DEFAULTS, _block, folds=()),
     "DeepseekV3ForCausalLM": ModelFamily(v3_arch, _V3_NAMES, _V3_DEFAULTS, _block, folds=()),
+    "DeepseekV32ForCausalLM": ModelFamily(v32_arch, _V3_NAMES, _V32_DEFAULTS, _block, folds=()),
     "Glm4MoeLiteForCausalLM": ModelFamily(glm_arch, _V3_NAMES, _GLM_DEFAULTS, _block, folds=()),
+    "GlmMoeDsaForCausalLM": ModelFamily(glm_dsa_arch, _V3_NAMES, _GLM_DSA_DEFAULTS, _block, folds=()),
 }

@@ -7,7 +7,7 @@ A layer has one mixer and a feed-forward part: an MLP, experts, both or none.
 | attention heads, query and key norms, biases, gate, scale | `AttentionSpec` |
 | positions: RoPE, NoPE | `AttentionSpec.rope`, None for NoPE |
 | sliding window | `AttentionSpec.window` |
-| vectors that a token keeps in the KV pool: keys and values, or MLA latents | `AttentionSpec.kv` |
+| vectors per token in the KV pool: keys and values, or MLA latents, with or without index keys | `AttentionSpec.kv` |
 | shared KV, cross attention: keys and values that the layer does not make | `AttentionSpec.kv_source` |
 | recurrent layers: Gated DeltaNet, Mamba-2 | a `StateForm` as the mixer |
 | MoE with dense layers first or between | `mlp` in some layers, `experts` in the others |
@@ -45,12 +45,14 @@ class MlaSizes(NamedTuple):
         value_dim: elements per value.
         q_rank: rank of the query projection; None if it is a single matrix.
         interleaved: True if elements 2i and 2i + 1 are rotated together; False for i and i + rope_dim / 2.
+        index_interleaved: the same for an indexer's queries and keys.
     """
 
     nope_dim: int
     value_dim: int
     q_rank: int | None = None
     interleaved: bool = True
+    index_interleaved: bool = False
 
 
 @dataclass(frozen=True)

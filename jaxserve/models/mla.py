@@ -9,15 +9,16 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxserve.layers.indexed_latents import IndexedLatents
 from jaxserve.layers.linear import as_matrix, linear
-from jaxserve.layers.norm import Norm, rms_norm
+from jaxserve.layers.norm import Norm, layer_norm, rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import project_out
-from jaxserve.models.layer_spec import LayerSpec, MlaSizes
+from jaxserve.models.layer_spec import LayerSpec
 from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import Params, ParamSpec
-from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, IndexInputs
 
 _INNER_EPS = 1e-6  # for norms between two matrices, whatever the model's epsilon
 
@@ -55,6 +56,15 @@ def attention_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[Para
             rows.vector(name, None, [f"self_attn.{hf_name}.bias"], [size], "zeros")
             for name, (hf_name, size) in biases.items()
         ]
+    if isinstance(kv := attention.kv, IndexedLatents):
+        assert q_rank is not None, "an indexer's queries are projected from low-rank ones"
+        index_rows = kv.num_index_heads * kv.index_dim
+        specs += [
+            matrix("index_q_proj", "indexer.wq_b", down, index_rows, q_rank),
+            matrix("index_k_proj", "indexer.wk", down, kv.index_dim, D),
+            *rows.norm("index_k_norm", "self_attn.indexer.k_norm", kv.index_dim, ("weight", "bias")),
+            matrix("index_weights", "indexer.weights_proj", down, kv.num_index_heads, D, exact=True),
+        ]
     return specs
 
 
@@ -72,25 +82,79 @@ def attention(
     by_head = as_matrix(p["kv_b_proj"]).dense().reshape(Q, -1, rank)
     to_keys, to_values = jnp.split(by_head, [latent.nope_dim], axis=1)
     normed = norm(x)
-    own, shared = jnp.split(_queries(p, normed, tokens, Q), [latent.nope_dim], axis=-1)
-    q = jnp.concatenate([own, _halves(shared, latent)], axis=-1)
+    low_rank = None
+    if "q_a_proj" in p:
+        low_rank = linear(normed, p["q_a_proj"], tokens, bias=p.get("q_a_bias"))
+    queries = _project_queries(p, "q_proj", normed, low_rank, tokens, Q)
+    own, shared = jnp.split(queries, [latent.nope_dim], axis=-1)
+    q = jnp.concatenate([own, _halves(shared, is_interleaved=latent.interleaved)], axis=-1)
     value, key = jnp.split(linear(normed, p["kv_a_proj"], tokens, bias=p.get("kv_a_bias")), [rank], axis=-1)
     value = rms_norm(value, p["kv_a_norm"], _INNER_EPS)
-    latents = jnp.concatenate([value, _halves(key, latent)], axis=-1)[:, None]
-    out, tokens = tokens.attend(q, latents, HeadMatrices(to_keys, to_values), layer)
+    latents = jnp.concatenate([value, _halves(key, is_interleaved=latent.interleaved)], axis=-1)[:, None]
+    index = None
+    if isinstance(kv := layer.attention.kv, IndexedLatents):
+        index = _index(p, normed, low_rank, tokens, kv, is_interleaved=latent.index_interleaved)
+    out, tokens = tokens.attend(q, latents, HeadMatrices(to_keys, to_values), layer, index=index)
     return project_out(p, out, tokens, arch, residual), tokens
 
 
-def _queries(p: Params, normed: Float[Array, "T D"], tokens: TokenContext, num_heads: int) -> Float[Array, "T Q H"]:
-    """Return all heads' queries for normed inputs, projected by one matrix or by two of low rank."""
-    if "q_a_proj" not in p:
-        q = linear(normed, p["q_proj"], tokens)
+def _project_queries(
+    p: Params,
+    name: str,
+    normed: Float[Array, "T D"],
+    low_rank: Float[Array, "T rank"] | None,
+    tokens: TokenContext,
+    num_heads: int,
+) -> Float[Array, "T Q H"]:
+    """Return all heads' queries, projected by the matrix `name`.
+
+    Args:
+        p: the layer's parameters.
+        name: the matrix's key in `p`.
+        normed: inputs after the layer's norm.
+        low_rank: low-rank queries before their norm, which the matrix reads; None if it reads the inputs.
+        tokens: the step's tokens.
+        num_heads: number of heads.
+    """
+    if low_rank is None:
+        q = linear(normed, p[name], tokens)
     else:
-        small = linear(normed, p["q_a_proj"], tokens, bias=p.get("q_a_bias"))
-        q = linear(small, p["q_proj"], tokens, norm=Norm(p["q_a_norm"], _INNER_EPS))
+        q = linear(low_rank, p[name], tokens, norm=Norm(p["q_a_norm"], _INNER_EPS))
     return q.reshape(q.shape[0], num_heads, -1)
 
 
-def _halves(x: Float[Array, "*B d"], latent: MlaSizes) -> Float[Array, "*B d"]:
+def _index(
+    p: Params,
+    normed: Float[Array, "T D"],
+    low_rank: Float[Array, "T rank"] | None,
+    tokens: TokenContext,
+    kv: IndexedLatents,
+    *,
+    is_interleaved: bool,
+) -> IndexInputs:
+    """Return the indexer's queries, weights and keys.
+
+    In checkpoints the rotated elements come first; `attend` rotates the last ones. Scores have no constant factors.
+
+    Args:
+        p: the layer's parameters.
+        normed: inputs after the layer's norm.
+        low_rank: low-rank queries before their norm.
+        tokens: the step's tokens.
+        kv: sizes.
+        is_interleaved: True if elements 2i and 2i + 1 are rotated together.
+    """
+
+    def rotated_last(x: Float[Array, "*B size"]) -> Float[Array, "*B size"]:
+        rotated, kept = jnp.split(x, [kv.rope_dim], axis=-1)
+        return jnp.concatenate([kept, _halves(rotated, is_interleaved=is_interleaved)], axis=-1)
+
+    q = _project_queries(p, "index_q_proj", normed, low_rank, tokens, kv.num_index_heads)
+    k = layer_norm(linear(normed, p["index_k_proj"], tokens), p["index_k_norm"], _INNER_EPS)
+    weights = linear(normed, p["index_weights"], tokens, dtype=jnp.float32)
+    return IndexInputs(rotated_last(q), weights, rotated_last(k))
+
+
+def _halves(x: Float[Array, "*B d"], *, is_interleaved: bool) -> Float[Array, "*B d"]:
     """Reorder interleaved pairs to halves: `attend` rotates element i with i + d / 2."""
-    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) if latent.interleaved else x
+    return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) if is_interleaved else x

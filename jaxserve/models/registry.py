@@ -21,7 +21,10 @@ from jaxserve.weights import CheckpointError, read_schemes
 _TOP_LEVEL_FIELDS = ("dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
 _MODULES: Mapping[str, Sequence[str]] = {  # architectures by module: the keys of its `FAMILIES`
     "cohere": ("CohereForCausalLM", "Cohere2ForCausalLM"),
-    "deepseek": ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    "deepseek": (
+        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
+        *("Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"),
+    ),
     "gemma": ("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
     "gemma4": ("Gemma4ForCausalLM",),
     "glm": ("GlmForCausalLM", "Glm4ForCausalLM"),

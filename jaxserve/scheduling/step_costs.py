@@ -27,6 +27,20 @@ class Costs(NamedTuple):
     flops: Callable[[int, int, int], int]
 
 
+class TokenChoice(NamedTuple):
+    """Layers in which each query attends to the tokens with the highest index scores.
+
+    Attributes:
+        top_k: maximum tokens that a query attends to.
+        key_bytes: fraction of a token's bytes that are its index key.
+        score_flops: FLOPs of an index score, as a fraction of the FLOPs of all heads' attention scores and values.
+    """
+
+    top_k: int
+    key_bytes: float
+    score_flops: float
+
+
 class AttentionCost(NamedTuple):
     """Attention work in a step, over all rows and layers."""
 
@@ -35,7 +49,11 @@ class AttentionCost(NamedTuple):
 
 
 def attention_cost(
-    start: Ints, num_tokens: Ints, windows: Sequence[int | None], sparsity: Sparsity | None = None
+    start: Ints,
+    num_tokens: Ints,
+    windows: Sequence[int | None],
+    sparsity: Sparsity | None = None,
+    choice: TokenChoice | None = None,
 ) -> AttentionCost:
     """Return the work of causal attention in layers with these sliding windows (None: no window).
 
@@ -47,8 +65,12 @@ def attention_cost(
         num_tokens: computed tokens, with the same shape, or one entry per row for all its steps.
         windows: one window per layer.
         sparsity: rule by which output tokens see fewer keys and values; None if they see all.
+        choice: rule by which rows choose tokens in all layers, then without `windows` and `sparsity`; None to see all.
+            Rows with several tokens read all latents, under a mask.
     """
     end = start + num_tokens
+    if choice is not None:
+        return _chosen_cost(start, num_tokens, len(windows), choice)
     num_scores = num_kv_tokens = 0
     counts = Counter(windows)
     if sparsity is not None:
@@ -66,6 +88,17 @@ def attention_cost(
         num_scores += num_layers * int(scores.sum())
         num_kv_tokens += num_layers * int((end - unread + num_tokens).sum())
     return AttentionCost(num_scores, num_kv_tokens)
+
+
+def _chosen_cost(start: Ints, num_tokens: Ints, num_layers: int, choice: TokenChoice) -> AttentionCost:
+    """Return the work in layers in which queries choose their tokens; see `attention_cost` for the arguments."""
+    end, pairs = start + num_tokens, _triangle(start + num_tokens) - _triangle(start)
+    chooses = end > choice.top_k
+    gathers = chooses & (num_tokens == 1)
+    scores = np.where(gathers, choice.top_k, pairs) + np.where(chooses, choice.score_flops * pairs, 0)
+    gathered = (1 - choice.key_bytes) * choice.top_k + choice.key_bytes * end
+    read = np.where(gathers, gathered, np.where(chooses, end, (1 - choice.key_bytes) * end))
+    return AttentionCost(num_layers * int(scores.sum()), num_layers * int((read + num_tokens).sum()))
 
 
 def _triangle(x: Ints) -> Ints:

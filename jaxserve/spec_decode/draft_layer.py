@@ -34,11 +34,11 @@ from jaxserve.execution.rows import Rows, place_tokens, ragged_rows
 from jaxserve.execution.state import CLIPPED, ServeState, new_pool
 from jaxserve.layers.linear import embed, linear
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.pools import Pool
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import draft_head
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_sampling import draft_chain, over_vocabulary
 from jaxserve.spec_decode.medusa import whole_logits
@@ -75,7 +75,7 @@ class DraftLayerState:
         is_known: False until a step has computed tokens for the slot.
     """
 
-    kv_pages: Pages
+    kv_pages: Pool
     feature: Float[Array, "S D"]
     is_known: Bool[Array, " S"]
 
@@ -193,8 +193,8 @@ class DraftLayer:
         known = state.slots.token_history.at[rows.slot, rows.start.history].get(**CLIPPED)
 
         def compute(
-            index: Int[Array, ""], live: Bool[Array, " R"], drafted: Int[Array, "R K"], carry: tuple[Array, Pages]
-        ) -> tuple[Float[Array, "R V"], tuple[Array, Pages]]:
+            index: Int[Array, ""], live: Bool[Array, " R"], drafted: Int[Array, "R K"], carry: tuple[Array, Pool]
+        ) -> tuple[Float[Array, "R V"], tuple[Array, Pool]]:
             """Return the logits after the token before `index`, and the next feature and pool."""
             feature, kv_pages = carry
             at = rows.moved(jnp.maximum(index - 1, -rows.start.cached), live.astype(jnp.int32))
@@ -220,8 +220,8 @@ class DraftLayer:
         feature: Float[Array, "T D"],
         position: Int[Array, " T"],
         live: Bool[Array, " T"],
-        kv_pages: Pages,
-    ) -> tuple[Float[Array, "T D"], Pages]:
+        kv_pages: Pool,
+    ) -> tuple[Float[Array, "T D"], Pool]:
         """Return the layer's outputs and its updated pool.
 
         Args:

@@ -27,11 +27,11 @@ from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.rows import Rows, num_draftable, place_tokens, ragged_rows
 from jaxserve.execution.state import CLIPPED, Lengths, ServeState, new_pool
+from jaxserve.layers.pools import Pool
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_sampling import draft_chain, over_vocabulary
 
@@ -47,7 +47,7 @@ class DraftState:
         length: number of cached tokens by slot.
     """
 
-    kv_pages: Pages
+    kv_pages: Pool
     length: Int[Array, " S"]
 
 
@@ -147,7 +147,7 @@ class DraftModel:
         missing: Int[Array, " R"],
         num_drafts: Int[Array, " R"],
         base_seed: UInt32[Array, ""],
-    ) -> tuple[Drafts, Pages]:
+    ) -> tuple[Drafts, Pool]:
         """Draft token by token, each sampled with the row's parameters; return the drafts and the pool.
 
         Args:
@@ -161,8 +161,8 @@ class DraftModel:
         num_tokens = 2 * rows.slot.shape[0]
 
         def compute(
-            index: Int[Array, ""], live: Bool[Array, " R"], drafted: Int[Array, "R K"], kv_pages: Pages
-        ) -> tuple[Float[Array, "R V"], Pages]:
+            index: Int[Array, ""], live: Bool[Array, " R"], drafted: Int[Array, "R K"], kv_pages: Pool
+        ) -> tuple[Float[Array, "R V"], Pool]:
             """Return the logits after the token before `index`, and the pool."""
             by = jnp.where(index == 0, -missing, index)
             at = rows.moved(by, jnp.where(live, 1 + index - by, 0))
@@ -180,7 +180,7 @@ class DraftModel:
         missing: Int[Array, " R"],
         num_drafts: Int[Array, " R"],
         tree: TokenTree,
-    ) -> tuple[Drafts, Pages]:
+    ) -> tuple[Drafts, Pool]:
         """Draft each inner node's most likely children, level by level; return the drafts and the pool.
 
         Each level recomputes all earlier nodes: attention sees a tree only among the tokens of one call, and reads the
@@ -201,7 +201,7 @@ class DraftModel:
         max_nodes = num_draftable(state.sequences, rows)  # later nodes are cut; ancestors precede their descendants
         words, rank, depth = jnp.array([0, *tree.ancestors]), np.array(tree.rank), jnp.array([tree.depth[1:]])
 
-        def draft(level: Int[Array, ""], so_far: tuple[Array, Pages]) -> tuple[Array, Pages]:
+        def draft(level: Int[Array, ""], so_far: tuple[Array, Pool]) -> tuple[Array, Pool]:
             """Fill in the tokens of a level."""
             token_ids, kv_pages = so_far
             live = level < num_drafts
@@ -222,7 +222,7 @@ class DraftModel:
 
     def _catch_up(
         self, params: Params, state: ServeState, rows: Rows, missing: Int[Array, " R"]
-    ) -> tuple[Pages, Int[Array, " R"]]:
+    ) -> tuple[Pool, Int[Array, " R"]]:
         """Compute the tokens that the pool lacks before each row's last known one, chunk by chunk.
 
         Args:
@@ -235,7 +235,7 @@ class DraftModel:
             The pool, and the number of tokens per row that it still lacks, at most 1.
         """
 
-        def compute(carry: tuple[Pages, Array]) -> tuple[Pages, Array]:
+        def compute(carry: tuple[Pool, Array]) -> tuple[Pool, Array]:
             kv_pages, missing = carry
             before = jnp.cumsum(missing) - missing
             q_lens = jnp.clip(self.chunk - before, 0, missing)
@@ -244,7 +244,7 @@ class DraftModel:
             _, kv_pages = self._forward(params, state, at, rows.start, token_ids, kv_pages, self.chunk)
             return kv_pages, missing - q_lens
 
-        caught_up: tuple[Pages, Array] = lax.while_loop(
+        caught_up: tuple[Pool, Array] = lax.while_loop(
             lambda carry: jnp.any(carry[1] > 1), compute, (state.draft.kv_pages, missing)
         )
         return caught_up
@@ -256,10 +256,10 @@ class DraftModel:
         rows: Rows,
         last: Lengths,
         drafted: Int[Array, "R N"],
-        kv_pages: Pages,
+        kv_pages: Pool,
         num_tokens: int,
         words: Int[Array, " N1"] | None = None,
-    ) -> tuple[Float[Array, "T D"], Pages]:
+    ) -> tuple[Float[Array, "T D"], Pool]:
         """Run the draft model; return hidden states on the token axis, and the pool.
 
         Args:

@@ -29,6 +29,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.attention import (
     select_backend,
     step_rows,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.indexed import IndexedPages, IndexInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
     AttentionInputs,
     AttentionOptions,
@@ -44,6 +45,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.pools import (
     OP,
     default_page_size,
     from_canonical,
+    has_canonical_layout,
     layout_for,
     move_tokens,
     new_pages,
@@ -62,6 +64,8 @@ __all__ = [
     "AttentionOptions",
     "HeadMatrices",
     "Heads",
+    "IndexInputs",
+    "IndexedPages",
     "KVKind",
     "Latents",
     "MLAInputs",
@@ -74,6 +78,7 @@ __all__ = [
     "apply_rope",
     "default_page_size",
     "from_canonical",
+    "has_canonical_layout",
     "layout_for",
     "mla_attention",
     "move_tokens",

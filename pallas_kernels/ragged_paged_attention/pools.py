@@ -14,7 +14,7 @@ from jaxserve.pallas_kernels.op import AUTO, Op
 from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, native, xla
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Backend
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind
-from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout, PoolDims
+from jaxserve.pallas_kernels.ragged_paged_attention.layout import SMALL_PAGE_TOKENS, Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     SCALE_DTYPE,
     Pages,
@@ -58,6 +58,12 @@ def layout_for(backend: Backend, kind: KVKind, kv_dtype: DTypeLike) -> Layout:
 def default_page_size(backend: str, kind: KVKind, kv_dtype: DTypeLike) -> int:
     """Return the default page size in tokens of the backend named `backend`, for these vectors and pool dtype."""
     return layout_for(backend_named(backend), kind, kv_dtype).default_page_size(jnp.dtype(kv_dtype))
+
+
+def has_canonical_layout(backend: str, kind: KVKind, kv_dtype: DTypeLike) -> bool:
+    """Return whether the pool of the backend named `backend` has the canonical layout for these vectors and dtype."""
+    layout, dims = layout_for(backend_named(backend), kind, kv_dtype), PoolDims(2, 3, 5 * SMALL_PAGE_TOKENS)
+    return layout.kv_shape(dims) == (*dims, *layout.token_shape)
 
 
 def new_pages(

@@ -51,6 +51,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v3": ("deepseek_v3", {}),
     "glm4-moe-lite": ("glm4_moe_lite", {}),
+    "deepseek-v3.2": ("deepseek_v32", {}),
+    "glm-5": ("glm_moe_dsa", {}),
     "gpt-oss": ("gpt_oss", {}),
     "qwen3-next": ("qwen3_next", {}),
     "qwen3.5": ("qwen3_5", {}),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.scheduling.kv_cache.sparsity import Choice, Window
-from jaxserve.scheduling.step_costs import attention_cost
+from jaxserve.scheduling.step_costs import TokenChoice, attention_cost
 
 shares = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=5)
 windows = st.lists(st.sampled_from([None, 1, 2, 7, 30, 100]), min_size=1, max_size=4)
@@ -50,3 +50,13 @@ def test_output_tokens_read_their_budget() -> None:
     chosen = 15 * 16 + 9
     assert choice.num_kv_tokens == 2 * sum(dense) + 2 * (dense[0] + chosen + 62 + 1 + dense[2] + 2) + sliding
     assert choice.num_scores < window.num_scores + 2 * 1001
+
+
+def test_decoding_rows_read_index_keys_and_chosen_latents() -> None:
+    """A quarter of a token's bytes is its index key, which rows within the choice do not read."""
+    start, num_tokens = np.array([0, 1000, 40, 900]), np.array([50, 1, 1, 100])
+    cost = attention_cost(start, num_tokens, [None] * 2, choice=TokenChoice(100, 0.25, 0.5))
+    read = 0.75 * 50 + (75 + 0.25 * 1001) + 0.75 * 41 + 1000
+    assert cost.num_kv_tokens == 2 * int(read + num_tokens.sum())
+    pairs = [50 * 51 // 2, 1001, 41, sum(range(901, 1001))]
+    assert cost.num_scores == 2 * int(pairs[0] + (100 + 0.5 * pairs[1]) + pairs[2] + 1.5 * pairs[3])

@@ -10,7 +10,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.models import registry
 from jaxserve.models.layer_spec import MlaSizes
-from tests.checkpoints import CONFIGS, DELTA, FAMILIES, LONGROPE, PARTIAL, ROPES, hf_dict, renamed
+from tests.checkpoints import CONFIGS, DELTA, FAMILIES, INDEXED, LONGROPE, PARTIAL, ROPES, hf_dict, renamed
 
 YARN, LLAMA3 = ROPES["yarn"], ROPES["llama3"]
 LLAMA_FIELDS = [family for family in FAMILIES if "rms_norm_eps" in hf_dict(family)]  # families with Llama's fields
@@ -97,6 +97,12 @@ MIXTURE_UNSUPPORTED = [
     ("deepseek_v3", {"kv_lora_rank": None}, ["kv_lora_rank"]),
     ("deepseek_v3", {"qk_rope_head_dim": 7}, ["head_dim", "7"]),
     ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
+    ("deepseek_v32", {"index_head_dim": 7}, ["index_head_dim", "qk_rope_head_dim", "7 and 8"]),
+    ("deepseek_v32", {"index_topk": 0}, ["index_topk", "0"]),
+    ("deepseek_v32", {"q_lora_rank": None}, ["q_lora_rank", "None"]),
+    ("glm_moe_dsa", {"indexer_types": ["full", "shared"]}, ["indexer_types", "'full'", "shared"]),
+    ("glm_moe_dsa", {"indexer_types": None, "index_topk_freq": 4}, ["index_topk_freq", "1", "4"]),
+    ("glm_moe_dsa", {"indexer_types": None, "index_topk_pattern": "FS"}, ["index_topk_pattern", "FS"]),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "2", "['dense']"]),
     ("granite_moe_hybrid", {"layer_types": ["mamba", "mamba2"]}, ["layer_types", "'mamba2'"]),
     ("granite_moe_hybrid", {"layer_types": ["attention"]}, ["layer_types", "2"]),
@@ -291,6 +297,7 @@ ABSENT = [
 
 LATENT_ABSENT = ["kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
 LATENT_ABSENT += ["n_shared_experts", "moe_intermediate_size", "routed_scaling_factor", "first_k_dense_replace"]
+INDEX_ABSENT = ["index_topk", "index_head_dim", "index_n_heads"]
 OWN_ABSENT = {
     "gpt2": ["activation_function", "n_inner", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"],
     "gpt_neo": ["activation_function", "intermediate_size", "window_size", "attention_types"],
@@ -308,6 +315,8 @@ OWN_ABSENT = {
     "deepseek_v2": [*LATENT_ABSENT, "topk_method"],
     "deepseek_v3": [*LATENT_ABSENT, "norm_topk_prob", "rope_interleave"],
     "glm4_moe_lite": [*LATENT_ABSENT, "norm_topk_prob", "rope_interleave", "mlp_layer_types"],
+    "deepseek_v32": [*LATENT_ABSENT, "norm_topk_prob", "mlp_layer_types", *INDEX_ABSENT],
+    "glm_moe_dsa": [*LATENT_ABSENT, "norm_topk_prob", "mlp_layer_types", "indexer_types", *INDEX_ABSENT],
     "phi3": ["sliding_window"],
     "smollm3": ["no_rope_layers", "no_rope_layer_interval", "layer_types", "use_sliding_window"],
     "seed_oss": ["attention_out_bias"],
@@ -341,6 +350,8 @@ def test_absent_fields_have_the_defaults_of_transformers(family, name):
     sizes = {"hidden_size": 512, "num_attention_heads": 32, "num_key_value_heads": 32}
     if name == "attention_types":
         sizes |= {"num_hidden_layers": 24, name: [[["local"], 24]]}
+    if name == "qk_rope_head_dim" and family in INDEXED:
+        sizes["index_head_dim"] = 64  # at least the default
     config = without(hf_dict(family, **sizes, head_dim=16), name)
     read = CONFIGS[family](**config).to_dict()
     assert registry.from_hf_config(config) == registry.from_hf_config({**config, **read})

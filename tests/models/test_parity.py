@@ -52,10 +52,11 @@ class DenseAttention(Attention):
     count: jax.Array
     shared: dict = field(default_factory=dict)
 
-    def attend(self, q, k, v, layer, sinks):
+    def attend(self, q, k, v, layer, sinks, index=None):
         rope, options = layer.rope, layer.attention.options
         T, Q, _ = q.shape
         k, v, shared = layer.options.share(k, v, self.shared)
+        unchosen = index and unchosen_tokens(index, rope, layer.attention.kv.top_k)
         if isinstance(v, HeadMatrices):  # latents, whose rotated elements are the last
             latents, (_, nope_dim, rank) = k[:, 0], v.to_keys.shape
             q = jnp.concatenate([q[..., :nope_dim], apply_rope(q[..., nope_dim:], rope)], -1)
@@ -69,6 +70,7 @@ class DenseAttention(Attention):
         scores = jnp.einsum("tqh,sqh->qts", q, k) * options.scale
         if options.soft_cap is not None:
             scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+        seen = seen if unchosen is None else seen & ~unchosen
         scores = jnp.where(seen[None], scores, -jnp.inf)
         if sinks is not None:
             scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (Q, T, 1))], axis=-1)
@@ -81,6 +83,15 @@ class DenseAttention(Attention):
         state = layer.state
         out, _ = state.advance(inputs, rows, state.new(1, 1), jnp.int32(0))
         return out, dataclasses.replace(self, count=self.count + layer.index)
+
+
+def unchosen_tokens(index, rope, top_k):
+    """Return the mask of tokens [T, T] that an indexer leaves out for each query, by a stable sort."""
+    q, k = apply_rope(index.q, rope), apply_rope(index.k[:, None], rope)[:, 0]
+    scores = jnp.einsum("th,ths->ts", index.weights, jax.nn.relu(jnp.einsum("thd,sd->ths", q, k)))
+    scores = jnp.where(jnp.tri(len(k), dtype=bool), scores, -jnp.inf)
+    order = jnp.argsort(-scores, axis=1, stable=True)
+    return jnp.argsort(order, axis=1) >= top_k
 
 
 def whole_sequence(token_ids):

@@ -39,7 +39,7 @@ class DenseAttention(Attention):
     shared: dict[int, tuple[Array, Array]] = field(default_factory=dict)
 
     def attend(
-        self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
+        self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None, index: Any = None
     ) -> tuple[Array, "DenseAttention"]:
         k, v, shared = layer.options.share(k, v, self.shared)
         expand = None

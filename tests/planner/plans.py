@@ -26,7 +26,7 @@ PARAMS = {  # millions of parameters, as published by the makers
     "qwen3.5-27b": 26896,
     "qwen3.5-35b-a3b": 34661,
 }
-QUANTISED_PARAMS = {"deepseek-v3": 671026, "gpt-oss-20b": 20910, "gpt-oss-120b": 116830}
+QUANTISED_PARAMS = {"deepseek-v3": 671026, "deepseek-v3.2": 671878, "gpt-oss-20b": 20910, "gpt-oss-120b": 116830}
 GPT_PARAMS = {"gpt2": 124.44, "gpt2-xl": 1557.6, "gpt-neo-125m": 125.2, "gpt-neo-2.7b": 2651.3}
 DENSE_PARAMS = {
     "gemma-4-31b": 30700,

@@ -72,7 +72,8 @@ class Roofline:
         num_shards = self.schedule.num_data_shards
         bucket = min(size for size in self._buckets if size >= num_shards * sum(counts[::num_shards]))
         windows = [layer.window for layer in self.arch.attention_layers]
-        attention = attention_cost(np.array(starts), np.array(counts), windows, self.schedule.sparsity)
+        choice = self.arch.token_choice
+        attention = attention_cost(np.array(starts), np.array(counts), windows, self.schedule.sparsity, choice)
         num_parts = len(self.arch.attention_layers) * num_shards
         kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // num_parts
         num_bytes = self.weight_reads.step(bucket, sum(counts)) + kv_bytes + 2 * len(counts) * self.state_bytes

@@ -87,7 +87,7 @@ class _SequenceAttention(Attention):
     seq_len: int = field(metadata={"static": True})
 
     def attend(
-        self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
+        self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None, index: Any = None
     ) -> tuple[Array, "_SequenceAttention"]:
         """Return each query head's attention output [T, Q, H], and this object unchanged; keys are not stored."""
         assert k is not None, "no layer shares another one's keys"

@@ -1,0 +1,112 @@
+"""IndexedLatents: MLA latents with index keys, which decide the tokens that a query attends to (DSA).
+
+Index keys have the latents' page ids: their pages are written, shared, moved and evicted together. vLLM and SGLang
+call them the indexer cache. DeepSeek's kernels multiply index queries and keys by a Hadamard matrix before they round
+them to fp8; exact scores are equal without it. Here, as in transformers, scores are float32, without the matrix. Index
+keys have the pool's dtype, bfloat16 in a pool of fp8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.kv_forms import Latents, NewTokens
+from jaxserve.pallas_kernels import ragged_paged_attention as ops
+from jaxserve.pallas_kernels.op import AUTO, UnsupportedBackendError
+from jaxserve.pallas_kernels.ragged_paged_attention import (
+    AttentionOptions,
+    HeadMatrices,
+    IndexedPages,
+    MLAInputs,
+    Pages,
+    RaggedRows,
+    has_canonical_layout,
+    indexed,
+)
+
+
+@dataclass(frozen=True)
+class IndexedLatents(Latents):
+    """MLA latents, and an index key per token.
+
+    Attributes:
+        num_index_heads: query heads of the indexer.
+        index_dim: elements per index query and key, of which the last `rope_dim` are rotated.
+        top_k: maximum tokens that a query attends to.
+    """
+
+    num_index_heads: int
+    index_dim: int
+    top_k: int
+
+    @property
+    def _index_kind(self) -> ops.Latents:
+        """Index keys, as vectors that a pool stores."""
+        return ops.Latents(self.index_dim, 0)
+
+    @property
+    def token_size(self) -> int:
+        """Elements stored per token and layer."""
+        return super().token_size + self.index_dim
+
+    def select_backend(
+        self, backend: str, *, num_query_heads: int, page_size: int | None, kv_dtype: jnp.dtype, platform: str | None
+    ) -> str:
+        """Return the best backend with a canonical pool: single tokens are gathered from it."""
+        facts: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "platform": platform}
+        chosen = super().select_backend(backend, num_query_heads=num_query_heads, **facts)
+        if has_canonical_layout(chosen, self.kind, kv_dtype):
+            return chosen
+        if backend != AUTO:
+            raise UnsupportedBackendError(
+                f"attention_backend must be auto or xla for a model with an indexer, which gathers single tokens from "
+                f"the pool, got {backend!r}"
+            )
+        return super().select_backend("xla", num_query_heads=num_query_heads, **facts)
+
+    def new_pages(  # type: ignore[override]  # a pool with index keys
+        self, backend: str, *, num_layers: int, num_pages: int, page_size: int, dtype: jnp.dtype
+    ) -> IndexedPages:
+        """Return an empty pool for a named backend."""
+        sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
+        is_wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
+        latents = super().new_pages(backend, **sizes, dtype=dtype)
+        keys: Pages = ops.new_pages(backend, self._index_kind, **sizes, dtype=dtype if is_wide else jnp.bfloat16)
+        assert isinstance(keys, Array), "index keys have no scales"
+        return IndexedPages(latents, keys)
+
+    def move_tokens(  # type: ignore[override]  # a pool with index keys
+        self, backend: str, kv_pages: IndexedPages, page_table: Int[Array, "rows M"], *moves: Array
+    ) -> IndexedPages:
+        """Copy latents and index keys within their rows, in all layers."""
+        latents = super().move_tokens(backend, kv_pages.latents, page_table, *moves)
+        keys: Pages = ops.move_tokens(backend, self._index_kind, kv_pages.index_keys, page_table, *moves)
+        assert isinstance(keys, Array), "index keys have no scales"
+        return IndexedPages(latents, keys)
+
+    def choice_bytes(self, num_rows: int, num_heads: int, max_len: int, page_size: int) -> int:
+        """Return the bytes for a layer's scores and gathered latents, whatever the number of rows."""
+        return indexed.working_bytes(self.rank + self.rope_dim, num_heads, self.top_k, max_len)
+
+    def attend(  # type: ignore[override]  # a pool with index keys
+        self,
+        new: NewTokens,
+        rows: RaggedRows,
+        kv_pages: IndexedPages,
+        layer: Int[Array, ""],
+        options: AttentionOptions,
+        *,
+        backend: str,
+    ) -> tuple[Float[Array, "N Q V"], IndexedPages]:
+        """Rotate, write the new latents and index keys, and attend to the chosen tokens; see `KVForm.attend`."""
+        assert new.indexer is not None, "a layer with an indexer has index queries and keys"
+        assert isinstance(new.v, HeadMatrices), "latents are expanded by matrices"
+        inputs = MLAInputs(new.q, new.k[:, 0], new.v, rows, new.rope, new.tree_mask)
+        options = replace(options, rank=self.rank)
+        return indexed.indexed_mla_attention(
+            inputs, new.indexer, kv_pages, layer, options, top_k=self.top_k, backend=backend
+        )

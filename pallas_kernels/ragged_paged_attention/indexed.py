@@ -1,0 +1,245 @@
+"""MLA over the tokens that an indexer chooses (DeepSeek Sparse Attention, DSA; DeepSeek-V3.2), in plain XLA.
+
+A layer stores one index key per token next to the latents, under the same page ids. The index score of a query and a
+key is `sum_h w_h relu(q_h . k)` over the indexer's heads h. A query attends to the `top_k` tokens with the highest
+scores; of equal scores the lowest positions come first. Scores are float32 and have no other factors: a positive
+constant changes no order.
+
+Rows with at most `top_k` tokens attend to all of them, by the backend's kernels. In longer rows, a decoding row gathers
+the latents of its tokens, and reads no others. A prefill tile attends to all latents, a block at a time, under a mask.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jaxserve.pallas_kernels.ragged_paged_attention.attention import pool_page_size
+from jaxserve.pallas_kernels.ragged_paged_attention.blockwise import (
+    DECODE_BLOCK_TOKENS,
+    DECODE_GROUP_ROWS,
+    PREFILL_BLOCK_TOKENS,
+    PREFILL_TILE_QUERIES,
+    LayerPages,
+    Queries,
+    Softmax,
+    absorb,
+    fill_decode_rows,
+    fill_prefill_rows,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, HeadMatrices, MLAInputs
+from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Latents
+from jaxserve.pallas_kernels.ragged_paged_attention.mla import mla_attention
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, decode
+from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import PagesToRead
+from jaxserve.pallas_kernels.ragged_paged_attention.tiles import ceil_div
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
+
+
+class IndexInputs(NamedTuple):
+    """Indexer outputs for a step's tokens; `MLAInputs.rope` rotates the last elements of queries and keys."""
+
+    q: Float[Array, "N heads size"]
+    """Queries; N is T, or R with `last_only`."""
+    weights: Float[Array, "N heads"]
+    """Weight of each head's scores."""
+    k: Float[Array, "T size"]
+    """New index keys, cast to the pool's dtype."""
+
+
+class IndexedPages(NamedTuple):
+    """Pool of latents, and of the index keys under the same page ids."""
+
+    latents: Pages
+    index_keys: Float[Array, "L N P size"]
+
+
+def indexed_mla_attention(
+    inputs: MLAInputs,
+    index: IndexInputs,
+    pool: IndexedPages,
+    layer: Int32[Array, ""],
+    options: AttentionOptions,
+    *,
+    top_k: int,
+    backend: str,
+) -> tuple[Float[Array, "N Q v"], IndexedPages]:
+    """Write the new latents and index keys to their rows' pages; attend to the `top_k` tokens that each query chooses.
+
+    Args:
+        inputs: per-head queries, new latents, per-head matrices and rows.
+        index: the indexer's outputs.
+        pool: pool in the canonical layout, donated.
+        layer: layer in the pool.
+        options: static options, with the rank of the latents.
+        top_k: maximum tokens that a query attends to.
+        backend: name of the backend that writes the latents and attends in rows with at most `top_k` tokens.
+    """
+    rows, page_size = inputs.rows, pool_page_size(backend, pool.latents)
+    new_keys = index.k if inputs.rope is None else apply_rope(index.k[:, None], inputs.rope)[:, 0]
+    slots = rows.slot_mapping(new_keys.shape[0], num_pages=pool.index_keys.shape[1], page_size=page_size)
+    new_keys = new_keys.astype(pool.index_keys.dtype)
+    index_keys = pool.index_keys.at[layer, *slots].set(new_keys, mode="drop", unique_indices=True)
+    if rows.page_table.shape[1] * page_size <= top_k:
+        out, latents = mla_attention(inputs, pool.latents, layer, options, backend=backend)
+        return out, IndexedPages(latents, index_keys)
+    chooses = rows.kv_lens > top_k
+    # The kernels compute no useful outputs for these rows, and read only the pages to which they write.
+    first = jnp.where(chooses, (rows.kv_lens - rows.live_q_lens()) // page_size, 0)
+    columns = first[:, None] + jnp.arange(rows.page_table.shape[1], dtype=jnp.int32)[None]
+    written = inputs._replace(rows=rows._replace(pages_to_read=PagesToRead(columns, first)))
+    out, latents = mla_attention(written, pool.latents, layer, options, backend=backend)
+    pages = LayerPages(latents, layer, Latents(options.rank or 0, inputs.latents.shape[1] - (options.rank or 0)))
+    q, index_q, query_rows = inputs.q, index.q, rows
+    if options.last_only:
+        query_rows, last = rows.last_tokens()
+    if (rope := inputs.rope) is not None:
+        rope = rope.at[:, last].get(mode="clip") if options.last_only else rope
+        q, index_q = apply_rope(q, rope).astype(q.dtype), apply_rope(index_q, rope)
+    choice = _Choice(index._replace(q=index_q), index_keys, pages, top_k)
+
+    def attend_chosen(queries: Queries) -> Float[Array, "B X Q v"]:
+        return _attend_chosen(choice, queries, queries.take(q), inputs.matrices, options.scale)
+
+    def attend_masked(queries: Queries) -> Float[Array, "B X Q v"]:
+        return _attend_masked(choice, queries, queries.take(q), inputs.matrices, options.scale)
+
+    q_lens, mask = query_rows.live_q_lens(), inputs.tree_mask
+    out = fill_decode_rows(attend_chosen, out, query_rows, chooses & (q_lens == 1))
+    if not options.last_only and q.shape[0] > 1:
+        nodes = None if mask is None else visible_nodes(mask, rows, None)
+        out = fill_prefill_rows(attend_masked, out, query_rows, chooses & (q_lens > 1), nodes)
+    return out, IndexedPages(latents, index_keys)
+
+
+def working_bytes(latent_size: int, num_heads: int, top_k: int, max_len: int) -> int:
+    """Return the float32 bytes of a group's scores and latents, and of its order.
+
+    Args:
+        latent_size: elements in a latent.
+        num_heads: query heads.
+        top_k: maximum tokens that a query attends to.
+        max_len: maximum tokens in a row.
+    """
+    decoding = DECODE_GROUP_ROWS * (2 * max_len + top_k * (latent_size + 2 * num_heads))
+    prefill = PREFILL_TILE_QUERIES * (3 * max_len + 2 * num_heads * (latent_size + PREFILL_BLOCK_TOKENS))
+    return 4 * max(decoding, prefill)
+
+
+class _Choice(NamedTuple):
+    """A layer's index scores, and the tokens to choose from."""
+
+    inputs: IndexInputs
+    index_keys: Float[Array, "L N P size"]
+    pages: LayerPages
+    top_k: int
+
+    def scores(self, queries: Queries, block_tokens: int) -> Float32[Array, "B X S"]:
+        """Return the index scores of all tokens in the rows, minus infinity for tokens that a query does not see.
+
+        Args:
+            queries: queries.
+            block_tokens: tokens whose scores are computed together, rounded down to whole pages.
+        """
+        q, weights = (queries.take(x).astype(jnp.float32) for x in self.inputs[:2])
+        (B, X), M, P = queries.position.shape, queries.page_table.shape[1], self.pages.page_size
+        block_pages = max(1, min(block_tokens // P, M))
+        block = block_pages * P
+
+        def score_block(number: Int32[Array, ""], scores: Float32[Array, "B X S"]) -> Float32[Array, "B X S"]:
+            start = number * block
+            ids, visible = _block(queries, start, block_pages, P)
+            keys = self.index_keys.at[self.pages.layer, ids].get(mode="clip").reshape(B, block, -1)
+            by_head = jnp.einsum("bxhd,bsd->bxhs", q, keys.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+            score = jnp.einsum("bxh,bxhs->bxs", weights, jax.nn.relu(by_head), precision=lax.Precision.HIGHEST)
+            score = jnp.where(score == 0, 0.0, score)  # top_k orders -0 before 0
+            return lax.dynamic_update_slice_in_dim(scores, jnp.where(visible, score, -jnp.inf), start, 2)
+
+        num_blocks = ceil_div(jnp.max(queries.position) + 1, block)
+        scores = jnp.full((B, X, -(-M // block_pages) * block), -jnp.inf, jnp.float32)
+        return lax.fori_loop(0, num_blocks, score_block, scores)
+
+
+def _block(
+    queries: Queries, start: Int32[Array, ""], num_pages: int, page_size: int
+) -> tuple[Int32[Array, "B pages"], Bool[Array, "B X block"]]:
+    """Return the page ids of a block of keys in each row, and the mask of keys that each query sees.
+
+    Args:
+        queries: queries.
+        start: position of the block's first key.
+        num_pages: pages in the block.
+        page_size: tokens per page.
+    """
+    column = start // page_size + jnp.arange(num_pages, dtype=jnp.int32)
+    is_used = column[None] * page_size <= jnp.max(queries.position, axis=1, keepdims=True)
+    ids = jnp.where(is_used, queries.page_table.at[:, column].get(mode="clip"), 0)
+    key_position = start + jnp.arange(num_pages * page_size, dtype=jnp.int32)[None]
+    visible = queries.position[:, :, None] >= key_position[:, None]
+    return ids, visible if queries.tree is None else visible & queries.tree.shows(key_position, None)
+
+
+def _attend_chosen(
+    choice: _Choice, queries: Queries, q: Float[Array, "B 1 Q H"], matrices: HeadMatrices, scale: float
+) -> Float[Array, "B 1 Q v"]:
+    """Attend to the chosen tokens' latents, which are gathered; each row has one query and more than `top_k` tokens.
+
+    Args:
+        choice: index scores and pages.
+        queries: queries.
+        q: per-head queries after RoPE.
+        matrices: per-head matrices that expand latents.
+        scale: factor on the scores.
+    """
+    pages, P = choice.pages, choice.pages.page_size
+    _, best = lax.top_k(choice.scores(queries, DECODE_BLOCK_TOKENS)[:, 0], choice.top_k)
+    chosen = jnp.sort(best, axis=1)
+    ids = jnp.take_along_axis(queries.page_table, chosen // P, axis=1, mode="clip")
+    latents = decode(jax.tree.map(lambda x: x.at[pages.layer, ids, chosen % P].get(mode="clip"), pages.kv_pages))
+    visible = chosen[:, None] <= queries.position[:, :, None]  # rows that fill up the group see nothing
+    latents = jnp.where(visible[:, 0, :, None], latents, 0)
+    heads_q = _absorbed(matrices, q[:, 0], scale)[:, None, :, None]  # [B, 1, Q, 1, W]
+    values = latents[:, None, :, : pages.kind.value_dim]
+    empty = Softmax.empty((*heads_q.shape[:-1], values.shape[-1]))
+    out = absorb(empty, heads_q, latents[:, None], values, visible).result()
+    return matrices.values(out[:, 0, :, 0].astype(q.dtype))[:, None]
+
+
+def _attend_masked(
+    choice: _Choice, queries: Queries, q: Float[Array, "1 X Q H"], matrices: HeadMatrices, scale: float
+) -> Float[Array, "1 X Q v"]:
+    """Attend to all latents in a row, a block at a time, under a mask of the tokens that each query chooses.
+
+    See `_attend_chosen` for the arguments.
+    """
+    scores, top_k = choice.scores(queries, PREFILL_BLOCK_TOKENS), choice.top_k
+    least = lax.top_k(scores, top_k)[0][..., -1:]
+    is_tied = scores == least
+    num_tied = top_k - jnp.sum(scores > least, axis=-1, keepdims=True, dtype=jnp.int32)
+    is_chosen = (scores > least) | (is_tied & (jnp.cumsum(is_tied, axis=-1, dtype=jnp.int32) <= num_tied))
+    pages, M = choice.pages, queries.page_table.shape[1]
+    block_pages = max(1, min(PREFILL_BLOCK_TOKENS // pages.page_size, M))
+    block = block_pages * pages.page_size
+    heads_q = _absorbed(matrices, q[0], scale).swapaxes(0, 1)[None, None]  # [1, 1, Q, X, W]
+
+    def absorb_block(number: Int32[Array, ""], state: Softmax) -> Softmax:
+        ids, visible = _block(queries, number * block, block_pages, pages.page_size)
+        visible &= lax.dynamic_slice_in_dim(is_chosen, number * block, block, 2)
+        latents = pages.read(ids)[0]
+        latents = jnp.where(jnp.any(visible, axis=1)[:, None, :, None], latents, 0)  # stale elements may be NaN
+        return absorb(state, heads_q, latents, latents[..., : pages.kind.value_dim], visible)
+
+    num_blocks = ceil_div(jnp.max(queries.position) + 1, block)
+    empty = Softmax.empty((*heads_q.shape[:-1], pages.kind.value_dim))
+    out = lax.fori_loop(0, num_blocks, absorb_block, empty).result()
+    return matrices.values(out[0, 0].swapaxes(0, 1).astype(q.dtype))[None]
+
+
+def _absorbed(matrices: HeadMatrices, q: Float[Array, "N Q H"], scale: float) -> Float32[Array, "N Q W"]:
+    """Return scaled queries whose keys are latents."""
+    return matrices.absorb(q).astype(jnp.float32) * scale
