@@ -30,7 +30,9 @@ from jaxserve.scheduling.step_plan import LoadCosts
 DEVICE = 0  # number of the tier in device memory
 NO_PAGE = -1  # page of a move between two lower tiers
 START_S = 0.002  # time until a load begins and its request can start, besides the copies
-MAX_COPIES = 256  # unfinished copies between lower tiers; with more, pages are not copied
+# Unfinished copies between lower tiers; with more, pages are not copied. A page stays in host memory until its copy has
+# ended, and each copy deletes a page of the next tier at once, in vain if that is too slow to take the new one.
+MAX_COPIES = 256
 
 
 class Move(NamedTuple):
