@@ -103,7 +103,8 @@ class FloatFactors(Factors):
         return self._own(inner.reshape(len(x), adapters.num_slots, len(self.b), -1), adapters)
 
     def _expanded(self, inner: Float[Array, "T rank"], adapters: TokenAdapters) -> Float[Array, "T out"]:
-        return self._own(inner[:, None, None], adapters)
+        rank = len(self.b[0]) // adapters.num_slots  # rows of the table may have padding
+        return self._own(inner[:, None, None, :rank], adapters)
 
     def unpacked(self) -> list[tuple[Float[Array, "rank in"], Float[Array, "out rank"]]]:
         """Return both factors of each part; see `Factors.unpacked`."""

@@ -64,6 +64,11 @@ class AdaptedSpec:
                 parts.append(Part(module, index, index + 1))
         return tuple(parts)
 
+    @property
+    def names(self) -> str:
+        """Names of the modules, for messages."""
+        return ", ".join(part.module for part in self.parts)
+
     def num_rows(self, part: Part) -> int:
         """Return a module's number of outputs."""
         return sum(self.spec.hf_rows[part.start : part.stop])

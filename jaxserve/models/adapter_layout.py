@@ -43,6 +43,8 @@ from jaxserve.models.params import Params, ParamSpec, device_slices, stack_layer
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
 from jaxserve.weights.adapter_files import AdapterFile, AdapterModule, module_names
 
+_LANES = 128  # elements in a vector of a TPU
+
 
 @dataclass(frozen=True)
 class AdapterLayout:
@@ -68,6 +70,11 @@ class AdapterLayout:
     def rank(self) -> int:
         """Rank of the stacks; smaller ones are padded by zeros."""
         return -(-self.max_rank // RANK_GRAIN) * RANK_GRAIN
+
+    @property
+    def table_rank(self) -> int:
+        """Columns of embeddings' first factors: TPUs, on which layers are scanned, only read whole vectors in place."""
+        return -(-self.rank // _LANES) * _LANES if self.is_scanned else self.rank
 
     def abstract(self, arch: ArchConfig, mesh: Mesh | None) -> Params:
         """Return shapes, dtypes and shardings of the stacks.
@@ -104,7 +111,7 @@ class AdapterLayout:
                 return experts(each)
             (rows, columns), num_ranks = each.axes, len(each.parts) * self.rank
             if each.is_table:
-                a = shape((slots * each.num_inputs, self.rank), (columns, None))
+                a = shape((slots * each.num_inputs, self.table_rank), (columns, None))
             elif self.is_native:
                 a = shape(
                     (slots * num_ranks // PANEL_ROWS, each.num_inputs, 1, PANEL_ROWS), (None, columns, None, None)
@@ -119,10 +126,12 @@ class AdapterLayout:
             else:
                 b = [shape((slots * self.rank, size), (None, rows)) for size in each.part_sizes]
             bias = None
-            if self._has_bias(each):
+            if self._has(LORA_BIAS, each):
                 axis = columns if each.spec.split_dimension == 1 else rows
                 bias = shape((slots, sum(each.part_sizes)), (None, axis), jnp.float32)
-            scale = shape((slots, sum(each.part_sizes)), (None, rows), jnp.float32) if self._has_scale(each) else None
+            scale = (
+                shape((slots, sum(each.part_sizes)), (None, rows), jnp.float32) if self._has(USE_DORA, each) else None
+            )
             return self._factors(each, a, b, bias, scale)
 
         def whole(spec: ParamSpec, local: ParamSpec) -> WholeMatrices:
@@ -161,8 +170,8 @@ class AdapterLayout:
                 by_part = [b[part :: each.num_parts] for part in range(each.num_parts)]
                 stored = [np.concatenate([self._panels(x) if self.is_native else x for x in own]) for own in by_part]
                 return self._experts(each, self._stored(a, transposed=False), stored)
-            bias = self._bias(each, modules, mesh) if self._has_bias(each) else None
-            scale = self._magnitudes(each, modules, mesh) if self._has_scale(each) else None
+            bias = self._bias(each, modules, mesh) if self._has(LORA_BIAS, each) else None
+            scale = self._magnitudes(each, modules, mesh) if self._has(USE_DORA, each) else None
             return self._factors(each, *self._split(each, a, b, mesh), bias, scale)
 
         def whole(spec: ParamSpec, local: ParamSpec) -> WholeMatrices:
@@ -257,7 +266,7 @@ class AdapterLayout:
             )
 
     def specs(self, arch: ArchConfig, local: ArchConfig) -> list[AdaptedSpec]:
-        """Return the matrices that adapters may change by factors; see `adapted_specs`."""
+        """Return the matrices with factors; see `adapted_specs`."""
         return adapted_specs(arch, local, self.extras)
 
     def _tree(
@@ -293,13 +302,9 @@ class AdapterLayout:
             return tree
         return stack_layers(tree, arch.period, stack or _stack_shapes, num_first=arch.num_first_layers)
 
-    def _has_bias(self, each: AdaptedSpec) -> bool:
-        """Return whether adapters may add a bias to a matrix's outputs."""
-        return LORA_BIAS in self.extras and not each.is_table and each.spec.experts is None
-
-    def _has_scale(self, each: AdaptedSpec) -> bool:
-        """Return whether adapters may multiply a matrix's outputs."""
-        return USE_DORA in self.extras and not each.is_table and each.spec.experts is None
+    def _has(self, extra: str, each: AdaptedSpec) -> bool:
+        """Return whether a matrix's outputs may have the vectors of an extra."""
+        return extra in self.extras and not each.is_table and each.spec.experts is None
 
     @property
     def reads_weights(self) -> bool:
@@ -308,11 +313,11 @@ class AdapterLayout:
 
     @staticmethod
     def _whole(stack: Any, given: Any, num_packed: int | None) -> WholeMatrices:
-        """Return whole matrices; `num_packed` is the number of rows of packed ones, None for others."""
+        """Return whole matrices; `num_packed` is the row count if they are packed, None otherwise."""
         return FloatMatrices(stack, given) if num_packed is None else NativeMatrices(stack, given, num_packed)
 
     def _experts(self, each: AdaptedSpec, a: Any, b: Sequence[Any]) -> ExpertFactors:
-        """Return the factors of routed experts."""
+        """Return routed experts' factors."""
         sizes = each.part_sizes[: each.num_parts]
         factors = NativeExpertFactors if self.is_native else FloatExpertFactors
         return factors(a, tuple(b), sizes, each.num_experts)
@@ -325,14 +330,14 @@ class AdapterLayout:
         """Return a module's first factor [rank, in], padded; zeros without a module."""
         a = np.zeros((self.rank, each.spec.shape[1]), jnp.dtype(self.dtype))
         if module is not None:
-            a[: module.rank] = self._stored_floats(module.a, 1.0, _names(each))
+            a[: module.rank] = self._stored_floats(module.a, 1.0, each.names)
         return a
 
     def _second(self, each: AdaptedSpec, part: Part, module: AdapterModule | None) -> NDArray[Any]:
         """Return a module's scaled second factor [out, rank], padded; zeros without a module."""
         b = np.zeros((each.num_rows(part), self.rank), jnp.dtype(self.dtype))
         if module is not None:
-            b[:, : module.rank] = self._stored_floats(module.b, module.scale, _names(each))
+            b[:, : module.rank] = self._stored_floats(module.b, module.scale, each.names)
         return b
 
     def _bias(self, each: AdaptedSpec, modules: Sequence[AdapterModule | None], mesh: Mesh | None) -> NDArray[Any]:
@@ -384,7 +389,7 @@ class AdapterLayout:
         """
         if each.is_table:
             count = 1 if mesh is None else num_parts(mesh, split_axes(each.spec.axes))
-            padded = np.pad(a.T, ((0, count * each.num_inputs - a.shape[1]), (0, 0)))
+            padded = np.pad(a.T, ((0, count * each.num_inputs - a.shape[1]), (0, self.table_rank - self.rank)))
             return np.ascontiguousarray(padded), [self._stored(x, transposed=True) for x in b]
         if mesh is None or each.spec.split_dimension is None:
             return self._stored(a, transposed=False), [self._stored(x, transposed=True) for x in b]
@@ -435,11 +440,6 @@ class AdapterLayout:
         padded = np.pad(matrix, ((0, -len(matrix) % PANEL_ROWS), (0, 0)))
         panels = padded.reshape(-1, PANEL_ROWS, matrix.shape[1])
         return np.ascontiguousarray(np.swapaxes(panels, 1, 2)[:, :, None])
-
-
-def _names(each: AdaptedSpec) -> str:
-    """Return the names of a matrix's modules, for messages."""
-    return ", ".join(part.module for part in each.parts)
 
 
 def _stack_shapes(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
