@@ -1,0 +1,120 @@
+"""Compare LoRA adapters with PEFT: each variant on random tiny models of some families, all in one mixed batch.
+
+    python scripts/adapter_parity.py                                # needs the test extra
+    python scripts/adapter_parity.py --families llama --json out.json
+
+For each pair it prints the largest difference in log probabilities of a prompt's tokens, and whether the greedy
+continuation is the same. PEFT runs each adapter by itself, as it mixes none with DoRA or with experts.
+"""
+
+import argparse
+import copy
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import log_softmax
+
+from jaxserve import LLM, LoRARequest, SamplingParams
+from jaxserve.api.lora_request import LORA_EXTRAS
+
+ROOT = Path(__file__).parent.parent
+TOLERANCE, NUM_TOKENS = 1e-4, 8
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLA = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
+    "qwen3": {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
+    "qwen3_moe": {"target_modules": ATTENTION},
+    "deepseek_v3": {"target_modules": MLA},
+}
+SIZES: dict[str, dict[str, Any]] = {"qwen3_moe": {"num_hidden_layers": 2, "decoder_sparse_step": 1}}
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rank 4": {"r": 4},
+    "rank 64": {"r": 64},
+    "rsLoRA": {"r": 8, "use_rslora": True},
+    "patterns": {"r": 16, "rank_pattern": {"o_proj": 4}, "alpha_pattern": {"q_proj": 3}},
+    "embeddings": {"r": 8, "target_modules": ["o_proj", "embed_tokens", "lm_head"]},
+    "modules_to_save": {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]},
+    "lora_bias": {"r": 4, "lora_bias": True},
+    "use_dora": {"r": 8, "use_dora": True},
+    "routed experts": {"r": 4, "target_parameters": PARAMETERS},
+}
+WITH_EXPERTS = ("qwen3_moe", "deepseek_v3")
+
+
+def variants(family: str) -> dict[str, dict[str, Any]]:
+    """Return LoraConfig arguments by variant."""
+    names = [name for name in VARIANTS if name != "routed experts" or family in WITH_EXPERTS]
+    return {name: FAMILIES[family] | VARIANTS[name] for name in names}
+
+
+def compare(family: str, directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the results by variant."""
+    sys.path.insert(0, str(ROOT))
+    from tests.adapters import greedy_ids, separate_logits, write_adapters  # noqa: PLC0415 - the oracle needs torch
+    from tests.checkpoints import write_checkpoint  # noqa: PLC0415
+
+    model, configs = write_checkpoint(directory / "model", family, **SIZES.get(family, {})), variants(family)
+    pefts = {name: write_adapters(copy.deepcopy(model), directory, {name: fields}) for name, fields in configs.items()}
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, model.config.vocab_size, 7 + index).tolist() for index in range(len(configs))]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=20)
+    lora = {"enable_lora": True, "max_loras": len(configs), "max_lora_rank": 64, "lora_extras": LORA_EXTRAS}
+    options: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 64, "compile_ahead": "minimal"}
+    llm = LLM(str(directory / "model"), skip_tokenizer_init=True, **options, **lora)
+    requests = [LoRARequest(name, 1, str(directory / name)) for name in configs]
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(given, params, use_tqdm=False, lora_request=requests)
+    results = {}
+    for name, prompt, output in zip(configs, prompts, outputs, strict=True):
+        expected = log_softmax(separate_logits(pefts[name], prompt, name), axis=-1)
+        errors = [
+            abs(entry.logprob - expected[position - 1, token_id])
+            for position, table in enumerate(output.prompt_logprobs or ())
+            for token_id, entry in (table or {}).items()
+        ]
+        same = greedy_ids(pefts[name], prompt, name, NUM_TOKENS) == output.outputs[0].token_ids
+        results[name] = {"max_error": float(max(errors)), "same_ids": same}
+    return results
+
+
+def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Return the results as text, a row per variant and a column per family."""
+
+    def cell(family: str, variant: str) -> str:
+        found = results[family].get(variant)
+        if found is None:
+            return "-"
+        return f"{found['max_error']:.0e}{'' if found['same_ids'] else ', other ids'}"
+
+    rows = [["", *results], *([name, *(cell(family, name) for family in results)] for name in VARIANTS)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--json", type=Path, help="file for the results")
+    args = parser.parse_args()
+    results = {}
+    for family in args.families:
+        with tempfile.TemporaryDirectory() as directory:
+            results[family] = compare(family, Path(directory))
+    found = [each for variants in results.values() for each in variants.values()]
+    is_equal = all(each["same_ids"] and each["max_error"] < TOLERANCE for each in found)
+    text = json.dumps({"bench": "adapter_parity", "tolerance": TOLERANCE, "families": results})
+    if args.json is not None:
+        args.json.write_text(text + "\n")
+    print(table(results))
+    print(text)
+    return 0 if is_equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
