@@ -101,3 +101,14 @@ def test_needles_are_found_in_a_quarter_of_the_keys(start: Start, tmp_path: Path
 def test_options_that_contradict_it(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         EngineConfig(sparse_attention=QUEST, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kv_eviction": EvictionConfig("streaming_llm", 32)}, {"sparse_attention": QUEST}],
+    ids=lambda x: next(iter(x)),
+)
+def test_models_with_an_indexer_refuse_it(start: Start, tmp_path: Path, options: dict[str, Any]) -> None:
+    checkpoints.write_checkpoint(tmp_path, "deepseek_v32")
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} .*DeepseekV32ForCausalLM.* drop it"):
+        start(model=str(tmp_path), **options)
