@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-from jaxserve.api.schema import FieldType
+from jaxserve.api.schema import FieldType, integer
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.indexed_latents import IndexedLatents
@@ -89,6 +89,7 @@ _V32_DEFAULTS = {
     "index_head_dim": 128,
     "index_n_heads": 64,
     "indexer_rope_interleave": False,
+    "layer_types": None,
     "mlp_layer_types": None,
 }
 _GLM_DSA_DEFAULTS = {
@@ -105,6 +106,7 @@ _GLM_DSA_DEFAULTS = {
     "indexer_types": None,
     "index_topk_pattern": None,
     "index_topk_freq": 1,
+    "index_skip_topk_offset": 2,
 }
 _SIZES = (
     *("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -127,6 +129,7 @@ _NOT_SHARED = "layers that share an earlier layer's choice are not supported"
 _SHARED_INDEX_FIELDS = {
     "index_topk_pattern": FieldType(f"null: {_NOT_SHARED}", lambda value: value is None),
     "index_topk_freq": FieldType(f"1: {_NOT_SHARED}", lambda value: value == 1),
+    "index_skip_topk_offset": integer(0),  # without effect if `index_topk_freq` is 1
 }
 _V2_FIELDS = {
     "scoring_func": one_of(["softmax"]),
@@ -135,7 +138,7 @@ _V2_FIELDS = {
         "false: transformers does not scale these weights to a sum of one", lambda value: value is False
     ),
 }
-_DENSE, _SPARSE = "dense", "sparse"
+_DENSE, _SPARSE, _INDEXED = "dense", "sparse", "indexed_attention"
 _FULL_INDEXER = "full"  # the layer has an indexer, and does not share the previous one's choice
 
 
@@ -166,6 +169,7 @@ def glm_arch(config: HfConfig) -> ArchConfig:
 
 def v32_arch(config: HfConfig) -> ArchConfig:
     """Parse a DeepSeek-V3.2 config.json: V3's fields, and an indexer's."""
+    read_kinds(config, lambda _: _INDEXED, (_INDEXED,))
     arch = glm_arch({**config, "rope_interleave": True})  # transformers does not read rope_interleave here
     values = read_fields(config, _INDEX_FIELDS)
     if values["index_head_dim"] < values["qk_rope_head_dim"]:

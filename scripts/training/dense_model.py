@@ -77,12 +77,12 @@ class DenseAttention(Attention):
     entries: tuple[tuple[Array, Array], ...] | None = None
 
     def attend(
-        self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
+        self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None, index: object = None
     ) -> tuple[Array, "DenseAttention"]:
         attention, rope = layer.attention.options, layer.rope
-        if attention.window is not None or attention.soft_cap is not None or sinks is not None:
+        if attention.window is not None or attention.soft_cap is not None or sinks is not None or index is not None:
             raise NotImplementedError(
-                "training needs a model of full attention, without soft cap and sinks, got "
+                "training needs a model of full attention, without soft cap, sinks and indexer, got "
                 f"{attention}{'' if sinks is None else ' and sinks'}"
             )
         assert k is not None, "every layer has its own keys"
