@@ -58,8 +58,12 @@ for name, value in XLA_CACHE.items():
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
-DEFAULT_TESTS = "not full and not long and not deviceless and not interpreter"  # -m in pyproject.toml
-LONG_TESTS = "long and not full"  # -m in .ci/run
+# Values of -m in pyproject.toml and .ci/run for which programs are compiled soon rather than well.
+QUICK_TESTS = {
+    "not full and not long and not deviceless and not interpreter",
+    "not full and not deviceless and not interpreter",
+    "long and not full",
+}
 NUM_WORKERS = 2  # each holds its own models and programs
 
 
@@ -84,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     expression = config.option.markexpr
     is_full = not expression or re.search(r"(?<!not )\bfull\b", expression) is not None
     random_runs.choose(random_runs.FULL if is_full else random_runs.DEFAULT)
-    if expression in (DEFAULT_TESTS, LONG_TESTS):
+    if expression in QUICK_TESTS:
         # A test's own programs, and each operation of a new shape, compile in two thirds of the time. Engines have
         # their own level, see `soon_compiled`. Child processes inherit it.
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
