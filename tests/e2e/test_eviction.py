@@ -147,6 +147,7 @@ def test_a_core_in_a_process_keeps_the_same_tokens(start: Start, llama: Path) ->
     assert output.outputs[0].token_ids == expected
 
 
+@pytest.mark.long
 def test_preempted_requests_see_the_same_pages(start: Start) -> None:
     eviction, params = EvictionConfig("streaming_llm", 6 * PAGE_SIZE), PARAMS.clone({"max_tokens": 40})
     prompts = [tokens(count, count) for count in (5, 6, 7, 8)]

@@ -56,11 +56,14 @@ def expected(start: Start) -> list[list[int]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"multi_step": 4},
-        {"speculative_config": SpeculationConfig("ngram", num_speculative_tokens=3)},
-        {"max_loras": 1},
+        pytest.param({"multi_step": 4}, id="several steps", marks=pytest.mark.long),
+        pytest.param(
+            {"speculative_config": SpeculationConfig("ngram", num_speculative_tokens=3)},
+            id="drafts",
+            marks=pytest.mark.long,
+        ),
+        pytest.param({"max_loras": 1}, id="one slot"),
     ],
-    ids=["several steps", "drafts", "one slot"],
 )
 def test_tokens_are_those_of_plain_steps(start: Start, expected, options: dict[str, Any]):
     assert generate(with_adapters(LLM.over(start(**(LORA | options))))) == expected

@@ -196,6 +196,7 @@ def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {kind for kind, samples in times.kinds.items() if samples.num} == {SINGLE, SEVERAL}
 
 
+@pytest.mark.long
 def test_whole_vocabulary_logprobs_limit_dispatches_to_one_step(start: Start) -> None:
     """Every program has room; a dispatch has several steps unless a request asks for such log probabilities."""
     few, whole = start(multi_step=5), start(multi_step=5, max_logprobs=-1)

@@ -21,6 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", mainly(["auto"], "int8", "int4"))
+@pytest.mark.long
 def test_pages_are_read_by_another_backend(
     start: Callable[..., DrivenEngine], llama: Path, tmp_path: Path, kv_cache_dtype: str
 ) -> None:

@@ -169,6 +169,7 @@ def test_loads_of_an_aborted_request_end_while_the_engine_sleeps(open_engine: Ca
     engine.check_integrity()
 
 
+@pytest.mark.long
 def test_other_salts_layouts_and_weights_find_nothing(open_engine: Callable[..., DrivenEngine], llama: Path) -> None:
     prompt = tokens(33, "salt")
 

@@ -32,6 +32,7 @@ def logprobs(engine: DrivenEngine) -> list[Any]:
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
+@pytest.mark.long
 def test_what_a_token_sees_depends_only_on_its_sequence(start: Start, tmp_path: Path) -> None:
     checkpoints.write_checkpoint(tmp_path, "llama", num_hidden_layers=4)  # the first two see all
     options = {"sparse_attention": QUEST, "model": str(tmp_path)}

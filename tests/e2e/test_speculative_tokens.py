@@ -167,6 +167,7 @@ def test_plain_steps_equal_those_of_an_engine_without_a_proposer(
 
 
 @pytest.mark.parametrize("tree", [None, pytest.param(TREE, marks=pytest.mark.full)], ids=["chain", "tree"])
+@pytest.mark.long
 def test_rows_beyond_the_draft_models_positions_continue_without_drafts(
     start: Start, speculate: Callable[..., SpeculationConfig], llama: Path, tmp_path: Path, tree: Any
 ) -> None:

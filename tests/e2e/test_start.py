@@ -43,6 +43,7 @@ def start_process(llama: Path, cache_dir: Path) -> dict[str, Any]:
     return json.loads(result)
 
 
+@pytest.mark.long
 def test_second_start_compiles_nothing(llama: Path, tmp_path: Path) -> None:
     first, second = start_process(llama, tmp_path), start_process(llama, tmp_path)
     assert first["programs"] >= 3  # the state, set_slot, the step

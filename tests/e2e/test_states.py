@@ -51,6 +51,7 @@ class TestAnyWorkload:
             assert_same(output, wanted, job)
 
 
+@pytest.mark.long
 def test_chunked_preempted_and_cached_is_whole(start: Start, hybrid: str) -> None:
     prompts = [tokens(22, n) for n in range(4)]
     whole = start(model=hybrid, max_num_batched_tokens=64, step_ahead=False)

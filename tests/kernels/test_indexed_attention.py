@@ -124,6 +124,7 @@ def test_queries_attend_to_their_best_tokens(backend: str) -> None:
     assert num_ties, "some queries leave out later tokens"
 
 
+@pytest.mark.long
 def test_a_tree_chooses_among_visible_tokens() -> None:
     tokens, row = Sequences(), 2
     backend = BACKENDS[0]
@@ -144,6 +145,7 @@ def test_a_tree_chooses_among_visible_tokens() -> None:
         np.testing.assert_allclose(out[first + node], expected, atol=1e-5, err_msg=str(node))
 
 
+@pytest.mark.long
 def test_rows_within_the_choice_equal_dense_mla_bitwise() -> None:
     tokens, backend = Sequences(), BACKENDS[0]
     lengths = np.minimum(LENGTHS, TOP_K)
@@ -157,6 +159,7 @@ def test_rows_within_the_choice_equal_dense_mla_bitwise() -> None:
     np.testing.assert_array_equal(outputs[2], outputs[0])
 
 
+@pytest.mark.long
 def test_moved_tokens_keep_their_index_keys() -> None:
     tokens = Sequences()
     backend = BACKENDS[0]
@@ -168,6 +171,7 @@ def test_moved_tokens_keep_their_index_keys() -> None:
         np.testing.assert_array_equal(sequences[1][9:13], sequences[0][[9, 12, 13, 12]])
 
 
+@pytest.mark.long
 def test_a_decoding_row_reads_its_chosen_latents_only() -> None:
     """XLA counts more bytes of latents if a row may choose more tokens, but not if it has more to choose from."""
     rank, size = 512, 16

@@ -273,6 +273,7 @@ def compiled_plans(config, rows):
 
 @settings(max_examples=examples(20))
 @given(steps())
+@pytest.mark.long
 def test_plan_does_all_work_once(step):
     config, q_lens, past, garbage = step
     cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(int)

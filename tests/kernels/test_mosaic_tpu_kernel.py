@@ -234,6 +234,7 @@ def table_of(flat, num_columns):
 
 @settings(max_examples=examples(20))
 @given(steps())
+@pytest.mark.long
 def test_plan_does_all_work_once(step):
     config, q_lens, past, garbage = step
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(int)

@@ -60,6 +60,7 @@ def test_logits_are_those_of_the_weights_it_encodes(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", some_by_default(FAMILIES, "llama"), indirect=True)
+@pytest.mark.long
 def test_llm_serves_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loader, steps and step statistics; plain weights are not packed, so that XLA multiplies the same matrices."""
     monkeypatch.setattr(packed, "unsupported", lambda *_: "compared with products by XLA")

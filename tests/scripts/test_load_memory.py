@@ -49,6 +49,7 @@ QUICK = [("checkpoint", "int8", 4)]
         for case in itertools.product(["checkpoint", "orbax"], ["none", "int8"], [1, 4])
     ],
 )
+@pytest.mark.long
 def test_peak_is_at_most_1_3_of_the_weights(
     request: pytest.FixtureRequest, form: str, quantization: str, num_devices: int
 ) -> None:
