@@ -113,7 +113,7 @@ class AdaptiveReplacement:
 
 
 class Tier:
-    """The engine's index of a tier, in which each store ends at once."""
+    """The engine's index of a tier, in which each store ends immediately."""
 
     def __init__(self, capacity: int) -> None:
         self._index = StoredPages("disk", capacity)

@@ -189,7 +189,7 @@ class CoreHost:
         return self._adapters.load(source)
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
-        """Return the digests of adapters of running requests, and of waiting ones; callable from any thread."""
+        """Return the adapters' digests for running requests, and for waiting ones; callable from any thread."""
         return self.core.adapters_in_use()
 
     def unload_adapter(self, digest: str) -> None:

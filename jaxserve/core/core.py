@@ -66,7 +66,7 @@ class EngineCore:
         return len(self._requests)
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
-        """Return the digests of adapters of running requests, and of waiting ones; callable on any thread."""
+        """Return the adapters' digests for running requests, and for waiting ones; callable on any thread."""
         untaken = [request for event in list(self.inbox) if isinstance(event, Submitted) for request in event.requests]
         unfinished = (*untaken, *list(self._requests.values()))
         running, waiting = set[str](), set[str]()

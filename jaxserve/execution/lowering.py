@@ -205,7 +205,7 @@ class Lowering:
         return self._lower(step, layout, (self.param_shapes, self.draft_shapes))
 
     @property
-    def _weights_of_adapters(self) -> Params:
+    def _adapted_weights(self) -> Params:
         """Shapes of the parameters that the program for adapters reads."""
         if self.adapters is None or not self.adapters.reads_weights:
             return {}
@@ -237,7 +237,7 @@ class Lowering:
         if self.adapters is not None:
             new = replace(self.adapters, num_slots=1).abstract(self.arch, self.mesh)
             program = make_set_adapter(self.adapters, self.arch, self.mesh)
-            admit["set_adapter"] = writer(program, state.adapters, index, new, self._weights_of_adapters)
+            admit["set_adapter"] = writer(program, state.adapters, index, new, self._adapted_weights)
         if self.arch.pooler is not None:
             return admit
         copies = self._operand((2, num_copies(self.sizes)), jnp.int32)

@@ -196,7 +196,7 @@ class SortedGroups(NamedTuple):
 
     @classmethod
     def sort(cls, group: Int[Array, " M"], num_groups: int) -> SortedGroups:
-        """Sort rows by group; those of group `num_groups` are in none and come last."""
+        """Sort rows by group; rows with group `num_groups`, which are in none, come last."""
         order = jnp.argsort(group, stable=True).astype(jnp.int32)
         index = jnp.arange(group.size, dtype=jnp.int32)
         position = jnp.zeros_like(index).at[order].set(index, unique_indices=True)

@@ -419,7 +419,7 @@ class AdapterLayout:
 
     @staticmethod
     def _shards(each: AdaptedSpec, rows: NDArray[Any], mesh: Mesh) -> list[list[NDArray[Any]]]:
-        """Return each device's rows by part, of all rows of a matrix that devices split by rows; zeros pad the last."""
+        """Return the rows of a matrix split by rows, as each device has them by part; zeros pad the last."""
         entries = np.split(rows, np.cumsum(each.spec.hf_rows)[:-1])
         shards = []
         for index in range(num_parts(mesh, split_axes(each.spec.axes))):

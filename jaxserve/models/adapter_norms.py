@@ -42,7 +42,7 @@ def scaled(factors: Factors, weight: Weight, axis: MeshAxes | None) -> Factors:
 
 
 def _row_squares(factors: Factors, weight: Weight) -> Float[Array, " out"]:
-    """Return the sums of squares over the columns of each row of the adapted matrix."""
+    """Return the sum of squares for each row of the adapted matrix."""
     matrix, found, first = as_matrix(weight), [], 0
     for a, b in factors.unpacked():
         num_rows = len(b)

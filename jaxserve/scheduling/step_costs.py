@@ -33,7 +33,7 @@ class TokenChoice(NamedTuple):
     Attributes:
         top_k: maximum tokens that a query attends to.
         key_bytes: fraction of a token's bytes that are its index key.
-        score_flops: FLOPs of an index score, as a fraction of the FLOPs of all heads' attention scores and values.
+        score_flops: FLOPs per index score, relative to all heads' attention scores and values.
     """
 
     top_k: int

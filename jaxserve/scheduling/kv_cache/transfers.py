@@ -31,7 +31,7 @@ DEVICE = 0  # number of the tier in device memory
 NO_PAGE = -1  # page of a move between two lower tiers
 START_S = 0.002  # time until a load begins and its request can start, besides the copies
 # Unfinished copies between lower tiers; with more, pages are not copied. A page stays in host memory until its copy has
-# ended, and each copy deletes a page of the next tier at once, in vain if that is too slow to take the new one.
+# ended, and each copy deletes a page of the next tier immediately, in vain if that is too slow to take the new one.
 MAX_COPIES = 256
 
 
