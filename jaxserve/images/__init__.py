@@ -1,0 +1,1 @@
+"""Images of prompts: loaded, preprocessed and given tokens. Pure numpy and Pillow: no jax."""

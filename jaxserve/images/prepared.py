@@ -1,0 +1,68 @@
+"""PreparedImage and ImageSpan: an image as the vision tower takes it, and its tokens in a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """An image after preprocessing. Two are equal if their digests are.
+
+    Attributes:
+        digest: 16 bytes that cover the decoded pixels and the preprocessing, or the caller's id for the image.
+        patches: float32 [P, S], unfolded in the order that the tower reads. Their S values are channels, then rows and
+            columns of pixels (channels, frames, rows and columns for the Qwen families).
+        grid: rows and columns of patches.
+        num_embeddings: number of tokens that take an embedding.
+    """
+
+    digest: bytes
+    patches: NDArray[np.float32] = field(compare=False, repr=False)
+    grid: tuple[int, int] = field(compare=False)
+    num_embeddings: int = field(compare=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory that the patches take."""
+        return self.patches.nbytes
+
+
+@dataclass(frozen=True)
+class ImageSpan:
+    """One image in an expanded prompt.
+
+    Attributes:
+        image: the image.
+        start: index of its first token in the prompt.
+        tokens: int32 [E], indices relative to `start`, in order: the tokens that take the image's embeddings. Others
+            between them, such as row breaks, take the embedding of their own ids.
+    """
+
+    image: PreparedImage
+    start: int
+    tokens: NDArray[np.int32] = field(compare=False, repr=False)
+
+    @property
+    def first(self) -> int:
+        """Prompt index where the embeddings begin."""
+        return self.start + int(self.tokens[0])
+
+    @property
+    def end(self) -> int:
+        """Prompt index after the last embedding."""
+        return self.start + int(self.tokens[-1]) + 1
+
+    @property
+    def positions(self) -> NDArray[np.int32]:
+        """Prompt indices that take embeddings."""
+        return self.tokens + np.int32(self.start)
+
+
+def count_embeddings(spans: Sequence[ImageSpan]) -> int:
+    """Return the number of tokens that take an image's embedding."""
+    return sum(span.image.num_embeddings for span in spans)
