@@ -17,14 +17,16 @@ class PreparedImage:
         digest: 16 bytes that cover the decoded pixels and the preprocessing, or the caller's id for the image.
         patches: float32 [P, S], unfolded in the order that the tower reads. Their S values are channels, then rows and
             columns of pixels (channels, frames, rows and columns for the Qwen families).
-        grid: rows and columns of patches.
+        grid: rows and columns of patches, per tile if an image has several tiles.
         num_embeddings: number of tokens that take an embedding.
+        size: rows and columns of pixels before preprocessing, from which towers with tiles know what padding to drop.
     """
 
     digest: bytes
     patches: NDArray[np.float32] = field(compare=False, repr=False)
     grid: tuple[int, int] = field(compare=False)
     num_embeddings: int = field(compare=False)
+    size: tuple[int, int] = field(default=(0, 0), compare=False)
 
     @property
     def num_bytes(self) -> int:

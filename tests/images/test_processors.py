@@ -1,0 +1,240 @@
+"""Image processors against transformers' on odd sizes, modes and arrays."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.images.layouts import TiledLayout, unfolded
+from jaxserve.images.processor import ImageProcessor, as_rgb, image_from_array
+from jaxserve.images.processor_files import image_processor, read_processor_files
+from tests.oracles import skipped_without_torch
+
+SIZES = [(1, 1), (1, 17), (33, 1), (31, 310), (300, 30), (64, 64), (113, 97), (448, 448), (500, 333)]
+VISION = {"patch_size": 14}
+FAMILIES = {
+    "clip": (
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": {"height": 56, "width": 56},
+            "do_center_crop": True,
+        },
+        {"vision_config": VISION},
+    ),
+    "clip_padded": (
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"height": 50, "width": 41},
+            "crop_size": {"height": 56, "width": 28},
+        },
+        {"vision_config": VISION},
+    ),
+    "llava": (
+        {"image_processor_type": "LlavaImageProcessor", "do_pad": True, "size": {"shortest_edge": 56}, "crop_size": 56},
+        {"vision_config": VISION},
+    ),
+    "siglip": (
+        {"image_processor_type": "SiglipImageProcessor", "size": {"height": 56, "width": 70}},
+        {"vision_config": VISION | {"model_type": "siglip_vision_model"}, "vision_feature_select_strategy": "full"},
+    ),
+    "qwen2": ({"image_processor_type": "Qwen2VLImageProcessorFast", "min_pixels": 3136, "max_pixels": 50176}, {}),
+    "qwen3": (
+        {
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "size": {"shortest_edge": 4096, "longest_edge": 65536},
+            "patch_size": 16,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+        },
+        {},
+    ),
+    "pixtral": (
+        {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": 140}, "patch_size": 14},
+        {"vision_config": VISION},
+    ),
+    "gemma3": (
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 56, "width": 56}},
+        {"vision_config": VISION, "mm_tokens_per_image": 4},
+    ),
+    "gemma4": ({"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70}, {}),
+    "onevision": (
+        {
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+            "size": {"height": 56, "width": 56},
+            "image_grid_pinpoints": [[56, 56], [56, 112], [112, 56], [112, 112], [56, 224]],
+        },
+        {"vision_config": VISION, "vision_aspect_ratio": "anyres_max_9"},
+    ),
+}
+
+
+def picture(size: tuple[int, int], channels: int = 3) -> np.ndarray:
+    return np.random.default_rng(sum(size)).integers(0, 256, (*size, channels), np.uint8)
+
+
+def reference(fields: dict) -> object:
+    name = fields["image_processor_type"].removesuffix("Fast")
+    module = {
+        "CLIPImageProcessor": "clip",
+        "LlavaImageProcessor": "llava",
+        "SiglipImageProcessor": "siglip",
+        "Qwen2VLImageProcessor": "qwen2_vl",
+        "PixtralImageProcessor": "pixtral",
+        "Gemma3ImageProcessor": "gemma3",
+        "Gemma4ImageProcessor": "gemma4",
+        "LlavaOnevisionImageProcessor": "llava_onevision",
+    }[name]
+    with skipped_without_torch():
+        kind = getattr(import_module(f"transformers.models.{module}.image_processing_pil_{module}"), f"{name}Pil")
+    return kind(**{key: value for key, value in fields.items() if key != "image_processor_type"})
+
+
+def expected_patches(family: str, processor: ImageProcessor, image: Image.Image) -> np.ndarray:
+    """Return transformers' patches, unfolded here for towers that begin with a convolution."""
+    output = reference(FAMILIES[family][0])(image, return_tensors="np")
+    pixels = np.asarray(output["pixel_values"])
+    if family.startswith("qwen"):
+        assert output["image_grid_thw"].tolist()[0][0] == 1
+        return pixels
+    if family == "gemma4":
+        return pixels[0][: int(output["num_soft_tokens_per_image"][0]) * 9]
+    tiles = pixels[0] if family == "onevision" else pixels
+    return unfolded(np.moveaxis(tiles, 1, -1), processor.layout)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+def test_patches_equal_transformers(family, size):
+    processor = image_processor(*FAMILIES[family])
+    image = Image.fromarray(picture(size))
+    if family == "pixtral" and max(size) > 14 * 10 * min(size):
+        pytest.skip("no pixel is left")
+    prepared = processor.prepare(processor.fit(image), size)
+    np.testing.assert_array_equal(prepared.patches, expected_patches(family, processor, image))
+    num_tiles = len(prepared.patches) / (prepared.grid[0] * prepared.grid[1])
+    assert num_tiles == 1 or isinstance(processor.layout, TiledLayout)
+
+
+def images_of_all_modes() -> dict[str, Image.Image]:
+    rgb, rgba = picture((37, 53)), picture((37, 53), 4)
+    modes = {
+        "L": Image.fromarray(rgb[..., 0]),
+        "1": Image.fromarray(rgb[..., 0]).convert("1"),
+        "LA": Image.fromarray(rgba).convert("LA"),
+        "RGBA": Image.fromarray(rgba),
+        "CMYK": Image.fromarray(rgb).convert("CMYK"),
+        "P": Image.fromarray(rgb).quantize(16),
+        "I;16": Image.fromarray(rgb[..., 0].astype(np.uint16) * 256),
+    }
+    modes["P transparent"] = modes["P"].copy()
+    modes["P transparent"].info["transparency"] = 3
+    return modes
+
+
+@pytest.mark.parametrize("mode", images_of_all_modes())
+def test_modes_equal_transformers(mode):
+    image = images_of_all_modes()[mode]
+    processor = image_processor(*FAMILIES["qwen2"])
+    patches = processor.prepare(processor.fit(as_rgb(image)), (37, 53)).patches
+    np.testing.assert_array_equal(patches, expected_patches("qwen2", processor, image))
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_rotation_is_applied(orientation):
+    image = Image.fromarray(picture((20, 30)))
+    image.getexif()[0x0112] = orientation
+    upright = as_rgb(image)
+    assert upright.size == ((30, 20) if orientation < 5 else (20, 30))
+    assert as_rgb(upright).tobytes() == upright.tobytes()
+
+
+def test_arrays_of_all_shapes_are_the_same_image():
+    rgb = picture((9, 12))
+    same = [rgb, np.moveaxis(rgb, -1, 0), np.concatenate([rgb, np.full((9, 12, 1), 255, np.uint8)], -1)]
+    assert {image_from_array(each).tobytes() for each in same} == {rgb.tobytes()}
+    gray = rgb[..., 0]
+    assert image_from_array(gray).tobytes() == image_from_array(gray[..., None]).tobytes()
+
+
+@pytest.mark.parametrize(
+    "array", [np.zeros((2, 2, 3), np.float32), np.zeros((0, 3), np.uint8), np.zeros((2, 2, 2), np.uint8)]
+)
+def test_other_arrays_are_refused(array):
+    with pytest.raises(RequestError, match=r"uint8|shape"):
+        image_from_array(array)
+
+
+def test_resampling_is_close_to_the_fast_processors():
+    """Compare with the resampling of transformers' fast processors: torch's, of 8-bit values with antialiasing."""
+    from tests.oracles import torch
+
+    image = picture((113, 97))
+    processor = image_processor(*FAMILIES["gemma3"])
+    ours = processor.fit(Image.fromarray(image))[0].astype(int)
+    tensor = torch.from_numpy(np.moveaxis(image, -1, 0)[None].copy())
+    fast = torch.nn.functional.interpolate(tensor, (56, 56), mode="bilinear", antialias=True)[0].numpy()
+    assert np.abs(np.moveaxis(fast, 0, -1).astype(int) - ours).max() <= 1
+
+
+def test_digests_cover_pixels_settings_and_names():
+    fields, config = FAMILIES["qwen2"]
+    processor, other = image_processor(fields, config), image_processor({**fields, "max_pixels": 100000}, config)
+    image, changed = (Image.fromarray(picture((64, 64 + delta))) for delta in (0, 1))
+    digests = [
+        processor.prepare(processor.fit(image), (64, 64)).digest,
+        processor.prepare(processor.fit(changed), (64, 64)).digest,
+        processor.prepare(processor.fit(image), (64, 64), "a").digest,
+        processor.prepare(processor.fit(image), (64, 64), "b").digest,
+        other.prepare(other.fit(image), (64, 64)).digest,
+    ]
+    assert len(set(digests)) == 5
+    assert digests[2] == processor.prepare(processor.fit(changed), (64, 65), "a").digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"image_processor_type": "FooImageProcessor"}, "image_processor_type"),
+        ({"do_resize": False}, "do_resize"),
+        ({"resample": 9}, "resample"),
+        ({"patch_size": "14"}, "patch_size"),
+        ({"size": {}, "min_pixels": None}, "shortest_edge"),
+    ],
+)
+def test_unsupported_settings_are_refused(changes, word):
+    with pytest.raises(ConfigError, match=word):
+        image_processor({**FAMILIES["qwen2"][0], **changes}, {})
+
+
+def test_settings_that_requests_may_change():
+    fields, config = FAMILIES["qwen2"]
+    image = Image.fromarray(picture((448, 448)))
+    smaller = image_processor(fields, config, {"max_pixels": 28 * 28 * 4})
+    assert smaller.prepare(smaller.fit(image), (448, 448)).num_embeddings == 4
+    with pytest.raises(ConfigError, match=r"mm_processor_kwargs takes .*did you mean max_pixels"):
+        image_processor(fields, config, {"max_pixel": 3})
+    with pytest.raises(ConfigError, match="must be empty for this model"):
+        image_processor(*FAMILIES["clip"], {"size": 3})
+
+
+def test_impossible_sizes_are_refused():
+    qwen, clip = (image_processor(*FAMILIES[name]) for name in ("qwen2", "clip"))
+    with pytest.raises(RequestError, match="200 times"):
+        qwen.fit(Image.new("RGB", (201, 1)))
+    with pytest.raises(RequestError, match="crop its longer side"):
+        clip.fit(Image.new("RGB", (30000, 1)))
+
+
+def test_files_of_both_generations_are_read(tmp_path: Path):
+    fields = FAMILIES["qwen2"][0]
+    assert read_processor_files(tmp_path) == ({}, {})
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    assert read_processor_files(tmp_path) == (fields, {})
+    processor = {"image_processor": {**fields, "patch_size": 16}, "image_token": "x"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(processor))
+    assert read_processor_files(tmp_path) == (processor["image_processor"], processor)
