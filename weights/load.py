@@ -37,7 +37,8 @@ _OTHER_PARTS = (
 # Matrices of one expert, by the name of the tensor [E, rows, in] in which some checkpoints stack them for all experts.
 # transformers stacks block scales in this way even if matrices are separate.
 _EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_COMPUTED = ("rotary_emb.inv_freq", *_MASKS)  # name suffixes
+_COMPUTED = ("rotary_emb.inv_freq", "embeddings.position_ids", *_MASKS)  # name suffixes
+_VISION_PART = ".vision_model."  # name component that some versions of the same vision towers have
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 Transform = Callable[[Any, StoredTensor], Any]  # function of a row and its tensor
@@ -51,7 +52,7 @@ def load(
     transform: Transform | None = None,
     *,
     schemes: Schemes | None = None,
-    prefix: str = "",
+    prefix: str | tuple[str, ...] = "",
     use_tqdm: bool = False,
 ) -> Params:
     """Read a checkpoint into the parameter tree that `specs` describe.
@@ -59,7 +60,7 @@ def load(
     Tensors are read one after the other, each by several threads, so that the host holds little more than one tensor
     in addition to the result. Names may lack their first component, as in files without a head. Ignored are rotary
     inverse frequencies, causal masks, a head that equals tied embeddings, tensors that `specs` list as `unread`, layers
-    that draft tokens, and everything but the text part of a multimodal model.
+    that draft tokens, and parts of a multimodal model with no tensor in `specs`.
 
     Args:
         path: directory with `model.safetensors`, with `model.safetensors.index.json` and its files, or written by
@@ -69,7 +70,7 @@ def load(
         shardings: function of a row's path, or tree of shardings; each device reads only its own slices.
         transform: function of a row and its tensor that returns the leaf of the tree; by default it places the tensor.
         schemes: schemes if the checkpoint is quantised; without a transform, its matrices are dequantised.
-        prefix: prefix of all names in `specs`; other tensors are not read.
+        prefix: prefix of all names in `specs`, or several; other tensors are not read.
         use_tqdm: show progress in bytes if stderr is a terminal.
 
     Raises:
@@ -96,7 +97,10 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], specs: Sequence[TensorRow], schemes: Schemes | None = None, prefix: str = ""
+    path: str | os.PathLike[str],
+    specs: Sequence[TensorRow],
+    schemes: Schemes | None = None,
+    prefix: str | tuple[str, ...] = "",
 ) -> OpenCheckpoint:
     """Open the checkpoint that has the tensors in `specs`, and only these if all their names begin with `prefix`.
 
@@ -243,7 +247,14 @@ def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT])
 
     Files without a head, such as GPT-2's, lack the first component; multimodal models have one more.
     """
-    tensors = {name.replace(TEXT_PART, "", 1): tensor for name, tensor in tensors.items()}
+    parts = {_other_part(name) for row in specs for name in row.hf_names}
+
+    def whole(name: str) -> str:
+        """Return a name without the components that only some versions of multimodal models have."""
+        name = name.replace(TEXT_PART, "", 1).replace(_VISION_PART, ".", 1)
+        return f"model.{name}" if f"model.{_other_part(name)}" in parts else name
+
+    tensors = {whole(name): tensor for name, tensor in tensors.items()}
     tensors = _with_separate_experts({name for row in specs for name in row.hf_names}, tensors)
     names = {name.partition(".")[2]: name for row in specs for name in row.hf_names if name not in tensors}
     return _with_matrix_axes(specs, {names.get(name, name): tensor for name, tensor in tensors.items()})
@@ -303,7 +314,8 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
     ignored = {*expected, *unread, *(name for name in HEAD_NAMES if name not in dropped)}
     if drafting:
         logger.info("%s: layers that draft tokens are not part of the model: %s", where, ", ".join(drafting))
-    if others := sorted({part for name in tensors if (part := _other_part(name)) is not None}):
+    read = {_other_part(name) for name in expected}
+    if others := sorted({part for name in tensors if (part := _other_part(name)) is not None} - read):
         logger.info("%s: only the text part is served; these parts are not read: %s", where, ", ".join(others))
     Mismatch(
         missing=[name for name in expected if name not in tensors],

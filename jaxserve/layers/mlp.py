@@ -39,6 +39,17 @@ def geglu(gate_up: Float[Array, "T F2"]) -> Float[Array, "T F"]:
     return jax.nn.gelu(gate, approximate=True) * up
 
 
+def exact_geglu(gate_up: Float[Array, "T F2"]) -> Float[Array, "T F"]:
+    """Return GELU(gate) * up (Shazeer 2020); `gate_up` holds both side by side."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.gelu(gate, approximate=False) * up
+
+
+def _quick_gelu(x: Float[Array, "T F"]) -> Float[Array, "T F"]:
+    """Return x * sigmoid(1.702 * x), CLIP's approximation of GELU."""
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
 def _relu_squared(x: Float[Array, "T F"]) -> Float[Array, "T F"]:
     """Return the square of ReLU(x)."""
     return jnp.square(jax.nn.relu(x))
@@ -51,9 +62,15 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu_fast": _tanh_gelu,
     "gelu_new": _tanh_gelu,
     "gelu_pytorch_tanh": _tanh_gelu,
+    "quick_gelu": _quick_gelu,
     "relu2": _relu_squared,
 }
-_GATED: Mapping[str, Callable[[Array], Array]] = {"swiglu": swiglu, "geglu": geglu}
+_GATED: Mapping[str, Callable[[Array], Array]] = {"swiglu": swiglu, "geglu": geglu, "exact_geglu": exact_geglu}
+
+
+def is_gated(name: str) -> bool:
+    """Return whether an activation multiplies two outputs of the layer before it."""
+    return name in _GATED
 
 
 def activation_function(name: str) -> Callable[[Array], Array]:

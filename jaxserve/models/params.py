@@ -79,9 +79,9 @@ class ParamSpec:
     def is_matrix(self) -> bool:
         """True if the tensor is a matrix; only matrices are quantised.
 
-        Position tables, and norms with different weights per head, count as vectors.
+        Position tables, kernels of convolutions, and norms with different weights per head count as vectors.
         """
-        return len(self.shape) > 1 and self.init == "normal" and self.path != (POSITION_EMBED,)
+        return 1 < len(self.shape) < 4 and self.init == "normal" and self.path[-1] != POSITION_EMBED
 
     @property
     def num_matrices(self) -> int:

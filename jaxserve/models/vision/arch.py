@@ -1,0 +1,149 @@
+"""VisionArch: a vision tower's sizes and switches, the same for all families."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.sharding import TENSOR
+
+BUCKETS = (256, 1024, 4096, 16384)  # patches per program, if grids differ from image to image
+
+
+@dataclass(frozen=True)
+class VisionArch:
+    """A vision tower: encoder layers over patches, and the projector to the decoder's embeddings.
+
+    Sizes are the whole tower's; `local` returns one device's.
+
+    Attributes:
+        encoder: the encoder's name in `tower.ENCODERS`.
+        projector: the projector's name in `tower.PROJECTORS`.
+        hidden_size: elements of a hidden state.
+        num_layers: encoder layers that are computed.
+        num_stored_layers: encoder layers in checkpoints; the projector may read hidden states before the last ones.
+        num_heads: attention heads.
+        head_dim: elements per head.
+        ffn_size: elements between an MLP's matrices.
+        out_size: the decoder's hidden size.
+        patch_shape: channels, perhaps frames, pixel rows and columns.
+        activation: MLP activation, see `layers.mlp.activation_function`.
+        norm_eps: the norms' epsilon.
+        grid: patch rows and columns in each image; None if these differ.
+        class_tokens: tokens before the patches of an image, in encoders with a fixed grid.
+        keeps_class: True if class tokens have embeddings, too.
+        feature_layers: hidden states that the projector reads, each by the index of the layer after it.
+        merge_size: patch rows, and columns, that share an embedding.
+        rope_theta: 2-D RoPE base; None without RoPE.
+        window: patch rows, and columns, in a window; None if layers attend to whole images.
+        full_layers: layers that attend to whole images, if others have windows.
+        position_side: rows, and columns, in the grid of learned position embeddings; None without.
+        projector_activation: the projector's activation.
+        projector_bias: True if the projector's matrices have biases.
+        projector_eps: epsilon of the projector's norm.
+        num_devices: devices that divide the tower.
+        tensor_axis: mesh axes that divide the tower, if sizes are one device's.
+    """
+
+    encoder: str
+    projector: str
+    hidden_size: int
+    num_layers: int
+    num_stored_layers: int
+    num_heads: int
+    head_dim: int
+    ffn_size: int
+    out_size: int
+    patch_shape: tuple[int, ...]
+    activation: str
+    norm_eps: float
+    grid: tuple[int, int] | None = None
+    class_tokens: int = 0
+    keeps_class: bool = False
+    feature_layers: tuple[int, ...] = ()
+    merge_size: int = 1
+    rope_theta: float | None = None
+    window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    position_side: int | None = None
+    projector_activation: str = "gelu"
+    projector_bias: bool = True
+    projector_eps: float = 1e-6
+    num_devices: int = 1
+    tensor_axis: tuple[str, ...] | None = None
+
+    @property
+    def patch_size(self) -> int:
+        """Values per patch, S."""
+        size = 1
+        for dim in self.patch_shape:
+            size *= dim
+        return size
+
+    @property
+    def is_split(self) -> bool:
+        """True if devices divide heads and MLPs; otherwise each computes the whole tower."""
+        n = self.num_devices
+        return n > 1 and not (self.num_heads % n or self.ffn_size % n or self.out_size % n)
+
+    def axis(self, name: str) -> str | None:
+        """Return a logical axis, for heads or MLPs; None if devices do not divide them."""
+        return name if self.is_split or self.num_devices == 1 else None
+
+    @property
+    def out_axis(self) -> str | None:
+        """Logical axis between the projector's matrices."""
+        return self.axis("ffn")
+
+    @property
+    def is_windowed(self) -> tuple[bool, ...]:
+        """For each layer, True if it attends to windows."""
+        return tuple(self.window is not None and index not in self.full_layers for index in range(self.num_layers))
+
+    @property
+    def period(self) -> int:
+        """Number of layers after which the pattern in `is_windowed` repeats."""
+        kinds = self.is_windowed
+        return next((p for p in range(1, len(kinds)) if kinds[p:] == kinds[:-p]), len(kinds))
+
+    def divided(self, num_devices: int) -> VisionArch:
+        """Return the tower divided among devices, which each have all of it if they do not divide its sizes."""
+        return dataclasses.replace(self, num_devices=num_devices)
+
+    def local(self) -> VisionArch:
+        """Return one device's sizes."""
+        if not self.is_split:
+            return dataclasses.replace(self, num_devices=1)
+        heads, ffn_size = self.num_heads // self.num_devices, self.ffn_size // self.num_devices
+        return dataclasses.replace(self, num_heads=heads, ffn_size=ffn_size, num_devices=1, tensor_axis=TENSOR)
+
+    def num_embeddings(self, grid: tuple[int, int]) -> int:
+        """Return how many embeddings an image has, given its patch rows and columns."""
+        rows, columns = grid
+        return (rows // self.merge_size) * (columns // self.merge_size) + (self.class_tokens if self.keeps_class else 0)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Patches per compiled program.
+
+        With a fixed grid these are multiples of one image's patches. At most three in four patches are padding, as each
+        bucket is four times as large as the one before it; more in the first.
+        """
+        if self.grid is None:
+            return BUCKETS
+        size = self.grid[0] * self.grid[1]
+        return (size, 4 * size)
+
+    def bucket(self, num_patches: int) -> int:
+        """Return the smallest bucket for `num_patches` patches; ConfigError if none is large enough."""
+        for size in self.buckets:
+            if num_patches <= size:
+                return size
+        raise ConfigError(f"images encoded together must have at most {self.buckets[-1]} patches, got {num_patches}")
+
+    def max_embeddings(self, num_patches: int) -> int:
+        """Return how many embeddings a program for `num_patches` patches returns."""
+        if self.grid is None:
+            return num_patches // self.merge_size**2
+        return num_patches // (self.grid[0] * self.grid[1]) * self.num_embeddings(self.grid)

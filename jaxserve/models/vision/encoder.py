@@ -1,0 +1,169 @@
+"""Encoder and Projector: a vision tower's functions, as values; encoder layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.linear import linear
+from jaxserve.layers.mlp import activation_function, is_gated
+from jaxserve.layers.norm import Norm, NormFunction
+from jaxserve.models.hf_config import HfConfig
+from jaxserve.models.params import Params, ParamSpec, ScannedLayers
+from jaxserve.models.vision.arch import VisionArch
+from jaxserve.models.vision.attention import attend
+from jaxserve.models.vision.inputs import EncoderInputs, Grid
+from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """The functions with which a vision tower computes hidden states.
+
+    Attributes:
+        parse: function from `vision_config` to VisionArch fields; raises ConfigError for unsupported settings.
+        specs: function that returns one ParamSpec per tensor.
+        operands: function from VisionArch, image grids and bucket to EncoderInputs fields.
+        embed: function from parameters, VisionArch and EncoderInputs to the first layer's inputs [T, D].
+        norm: norm function for all layers.
+        layer: one layer: parameters, hidden states [T, D], rope [2, T, half] or None, spans [2, T], `arch` and `norm`.
+        rope: function from VisionArch and EncoderInputs to all layers' rope.
+    """
+
+    parse: Callable[[HfConfig], dict[str, Any]]
+    specs: Callable[[VisionArch], list[ParamSpec]]
+    embed: Callable[[Params, VisionArch, EncoderInputs], Float[Array, "T D"]]
+    norm: NormFunction
+    layer: Callable[..., Float[Array, "T D"]]
+    operands: Callable[[VisionArch, Sequence[Grid], int], dict[str, Any]] = lambda *_: {}
+    rope: Callable[[VisionArch, EncoderInputs], Float[Array, "2 T half"] | None] = lambda *_: None
+
+
+@dataclass(frozen=True)
+class Projector:
+    """The functions with which a vision tower makes embeddings from hidden states.
+
+    Attributes:
+        parse: function from a config.json, and the encoder's VisionArch fields, to the other fields; raises ConfigError
+            for unsupported settings.
+        specs: function that returns one ParamSpec per tensor.
+        project: function from parameters, VisionArch, hidden states [T, D] by `VisionArch.feature_layers` and
+            EncoderInputs to embeddings [E, out].
+        operands: see `Encoder.operands`.
+    """
+
+    parse: Callable[[HfConfig, dict[str, Any]], dict[str, Any]]
+    specs: Callable[[VisionArch], list[ParamSpec]]
+    project: Callable[[Params, VisionArch, Sequence[Array], EncoderInputs], Float[Array, "E out"]]
+    operands: Callable[[VisionArch, Sequence[Grid], int], dict[str, Any]] = lambda *_: {}
+
+
+def axial_rope(positions: Int[Array, "P 2"], theta: float, head_dim: int) -> Float[Array, "2 P half"]:
+    """Return cosines and sines for 2-D RoPE: the first half of the pairs turns with rows, the second with columns."""
+    exponent = np.arange(0, head_dim // 2, 2, dtype=np.float32) / np.float32(head_dim // 2)
+    frequencies = np.reciprocal(np.power(np.float32(theta), exponent, dtype=np.float64)).astype(np.float32)
+    return rope_table(positions, np.stack([frequencies, frequencies]))
+
+
+def rope_table(positions: Int[Array, "P 2"], frequencies: Float[Any, "2 pairs"]) -> Float[Array, "2 P half"]:
+    """Return cosines and sines for 2-D RoPE, given frequencies for rows and for columns."""
+    angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(frequencies)[None]
+    angles = angles.reshape(len(positions), -1)
+    return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+
+
+def unfolded(kernel: Float[Array, "D *S"]) -> Float[Array, "D S"]:
+    """Return a convolution kernel as the matrix that multiplies unfolded patches."""
+    return kernel.reshape(len(kernel), -1)
+
+
+def layer(
+    p: Params,
+    x: Float[Array, "T D"],
+    rope: Float[Array, "2 T half"] | None,
+    spans: Int[Array, "2 T"],
+    *,
+    arch: VisionArch,
+    norm: NormFunction,
+) -> Float[Array, "T D"]:
+    """Apply one pre-norm encoder layer.
+
+    Args:
+        p: the layer's parameters.
+        x: residual stream.
+        rope: cosines and sines that rotate queries and keys; None without RoPE.
+        spans: tokens to which each token attends, see `attend`.
+        arch: sizes on this device.
+        norm: norm function.
+    """
+    before_attention, before_mlp = (Norm(p[name], arch.norm_eps, norm) for name in ("input_norm", "mlp_norm"))
+    with jax.named_scope("attention"):
+        qkv = linear(x, p["qkv_proj"], norm=before_attention, bias=p.get("qkv_bias"))
+        q, k, v = (part.reshape(len(x), arch.num_heads, arch.head_dim) for part in jnp.split(qkv, 3, axis=1))
+        if rope is not None:
+            q, k = (apply_rope(each, rope).astype(x.dtype) for each in (q, k))
+        out = attend(q, k, v, spans, arch.head_dim**-0.5).reshape(len(x), -1)
+        x = linear(out, p["o_proj"], bias=p.get("o_bias"), residual=x, axis=arch.tensor_axis)
+    with jax.named_scope("mlp"):
+        up, activation = "gate_up" if is_gated(arch.activation) else "up", activation_function(arch.activation)
+        inner = linear(x, p[f"{up}_proj"], norm=before_mlp, bias=p.get(f"{up}_bias"), activation=activation)
+        return linear(inner, p["down_proj"], bias=p.get("down_bias"), residual=x, axis=arch.tensor_axis)
+
+
+def hidden_states(
+    encoder: Encoder,
+    layers: Sequence[Params] | ScannedLayers,
+    arch: VisionArch,
+    x: Float[Array, "T D"],
+    rope: Float[Array, "2 T half"] | None,
+    spans: tuple[Int[Array, "2 T"], Int[Array, "2 T"]],
+) -> list[Float[Array, "T D"]]:
+    """Return the hidden states in `arch.feature_layers`.
+
+    Args:
+        encoder: the tower's encoder.
+        layers: the layers' parameters, perhaps stacked by period.
+        arch: sizes on this device.
+        x: hidden states before the first layer.
+        rope: see `layer`.
+        spans: images' spans and windows' spans.
+    """
+    run = partial(encoder.layer, arch=arch, norm=encoder.norm)
+    layer_spans = [spans[is_windowed] for is_windowed in arch.is_windowed]
+    found: list[Float[Array, "T D"]] = []
+    if not isinstance(layers, ScannedLayers):
+        inner, states = jax.jit(run), [x]
+        for p, own in zip(layers, layer_spans, strict=True):
+            states.append(inner(p, states[-1], rope, own))
+        return [states[number] for number in arch.feature_layers]
+    period = len(layers.periodic)
+    wanted = {number: index for index, number in enumerate(arch.feature_layers)}
+    features = jnp.zeros((len(wanted), *x.shape), x.dtype)
+    end = arch.num_layers - len(layers.rest)
+    # Other layers get an index out of range, so that their updates are dropped.
+    kept_as = jnp.array([wanted.get(number, len(wanted)) for number in range(1, end + 1)]).reshape(-1, period)
+    features = features if 0 not in wanted else features.at[wanted[0]].set(x)
+
+    def run_period(
+        state: tuple[Array, Array], xs: tuple[tuple[Params, ...], Array]
+    ) -> tuple[tuple[Array, Array], None]:
+        x, features = state
+        for kind, p in enumerate(xs[0]):
+            x = run(p, x, rope, layer_spans[kind])
+            features = features.at[xs[1][kind]].set(x, mode="drop")
+        return (x, features), None
+
+    (x, features), _ = lax.scan(run_period, (x, features), (layers.periodic, kept_as))
+    for number, p in enumerate(layers.rest, end):
+        x = run(p, x, rope, layer_spans[number])
+        features = features if number + 1 not in wanted else features.at[wanted[number + 1]].set(x)
+    found.extend(features)
+    return found
