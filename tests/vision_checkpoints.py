@@ -31,6 +31,19 @@ def fixed_size_features(model: Any, images: list[tuple[Grid, np.ndarray]]) -> li
     return model.get_image_features(pixels).pooler_output
 
 
+def _grids(images: list[tuple[Grid, np.ndarray]]) -> Any:
+    """Return the patches of images, and their frames, rows and columns, as the Qwen families take them."""
+    patches = torch.tensor(np.concatenate([patches for _, patches in images]))
+    return patches, torch.tensor([[1, *grid] for grid, _ in images])
+
+
+def qwen_features(model: Any, images: list[tuple[Grid, np.ndarray]]) -> list[Any]:
+    """Return the embeddings of images, followed by DeepStack's features."""
+    output = model.get_image_features(*_grids(images))
+    parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+    return [torch.cat([torch.cat(list(part)) for part in parts], dim=1)]
+
+
 @dataclass(frozen=True)
 class VisionFamily:
     """A family's tiny checkpoint.
@@ -76,6 +89,13 @@ class VisionFamily:
             return torch.cat(list(self.features(model, images))).numpy()
 
 
+QWEN = {"depth": 4, "num_heads": 2, "patch_size": 4}
+_QWEN_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+_QWEN_TEXT = {**checkpoints.SIZES, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
+_QWEN_GRIDS = ((2, 2), (6, 10), (18, 4), (2, 34), (12, 8))
+QWEN2_5 = {**QWEN, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 24}
+QWEN2_5["fullatt_block_indexes"] = [1, 3]
+QWEN3 = {**QWEN, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 25}
 _LLAVA = {"image_token_index": 5, "image_seq_length": 25}
 FAMILIES = {
     "llava": VisionFamily("Llava", CLIP, ((5, 5),) * 3, fixed_size_features, _LLAVA),
@@ -87,4 +107,14 @@ FAMILIES = {
         *("Llava", SIGLIP, ((5, 5),) * 2, fixed_size_features),
         {**_LLAVA, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
     ),
+    "qwen2_vl": VisionFamily(
+        *("Qwen2VL", {**QWEN, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}, _QWEN_GRIDS, qwen_features),
+        *(_QWEN_TOKENS, _QWEN_TEXT),
+    ),
+    "qwen2_5_vl": VisionFamily("Qwen2_5_VL", QWEN2_5, _QWEN_GRIDS, qwen_features, _QWEN_TOKENS, _QWEN_TEXT),
+    "qwen3_vl": VisionFamily(
+        *("Qwen3VL", QWEN3 | {"deepstack_visual_indexes": [0, 2]}, _QWEN_GRIDS, qwen_features),
+        *(_QWEN_TOKENS, _QWEN_TEXT),
+    ),
+    "qwen3_5": VisionFamily("Qwen3_5", QWEN3, _QWEN_GRIDS, qwen_features, _QWEN_TOKENS, _QWEN_TEXT),
 }

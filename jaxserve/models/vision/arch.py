@@ -36,7 +36,7 @@ class VisionArch:
         feature_layers: hidden states that the projector reads, each by the index of the layer after it.
         merge_size: patch rows, and columns, that share an embedding.
         rope_theta: 2-D RoPE base; None without RoPE.
-        window: patch rows, and columns, in a window; None if layers attend to whole images.
+        window: embedding rows, and columns, in a window; None if layers attend to whole images.
         full_layers: layers that attend to whole images, if others have windows.
         position_side: rows, and columns, in the grid of learned position embeddings; None without.
         projector_activation: the projector's activation.
