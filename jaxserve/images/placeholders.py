@@ -46,8 +46,8 @@ class Placeholders:
         rows, columns = (side // self.block_size for side in image.grid)
         token_ids = ([self.token_id] * columns + [self.row_end]) * rows
         token_ids[-1] = self.image_end
-        indices = np.arange(rows, dtype=np.int32)[:, None] * (columns + 1) + np.arange(columns, dtype=np.int32)
-        return token_ids, indices.ravel()
+        indices = np.arange(rows * columns, dtype=np.int32)
+        return token_ids, indices + indices // np.int32(columns)
 
     def expand(self, token_ids: TokenIds, images: Sequence[PreparedImage]) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
         """Return a prompt in which each image has all its tokens, and the images' positions.

@@ -1,4 +1,5 @@
 import itertools
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -76,12 +77,12 @@ def test_only_the_templates_placeholders_are_replaced():
     assert len(text) == len(marked)
 
 
-@pytest.mark.parametrize("model", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "model", ["qwen2_5_vl", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen2_vl", "qwen3_vl"))]
+)
 @pytest.mark.parametrize("grids", [[], [(4, 6)], [(2, 2), (8, 4), (4, 8), (6, 6)]])
 @pytest.mark.parametrize("gap", [0, 3])
 def test_axis_positions_equal_transformers(model, grids, gap):
-    from importlib import import_module
-
     with skipped_without_torch():
         module = import_module(f"transformers.models.{model}.modeling_{model}")
     names = {"qwen2_vl": "Qwen2VLModel", "qwen2_5_vl": "Qwen2_5_VLModel", "qwen3_vl": "Qwen3VLModel"}
