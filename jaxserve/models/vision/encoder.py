@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -82,6 +82,11 @@ def rope_table(positions: Int[Array, "P 2"], frequencies: Float[Any, "2 pairs"])
     angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(frequencies)[None]
     angles = angles.reshape(len(positions), -1)
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+
+
+def with_unread(spec: ParamSpec, uncomputed: Iterable[ParamSpec]) -> ParamSpec:
+    """Return a spec that lists other tensors as unread, as checkpoints may have them."""
+    return replace(spec, unread=tuple(name for each in uncomputed for name in each.hf_names))
 
 
 def unfolded(kernel: Float[Array, "D *S"]) -> Float[Array, "D S"]:

@@ -77,6 +77,22 @@ class Packed(NamedTuple):
         return spans
 
 
+def blocks(grids: Sequence[Grid], side: int, num_blocks: int) -> NDArray[np.int32]:
+    """Return the patches [num_blocks, side * side] in square blocks, given patches in raster order.
+
+    Rows and columns that do not fill a block are left out.
+    """
+    index = np.zeros((num_blocks, side * side), np.int32)
+    filled = 0
+    for start, end, (rows, columns) in Packed.join(grids).images():
+        patches = np.arange(start, end, dtype=np.int32).reshape(rows, columns)
+        patches = patches[: rows // side * side, : columns // side * side]
+        own = patches.reshape(rows // side, side, columns // side, side).swapaxes(1, 2).reshape(-1, side * side)
+        index[filled : filled + len(own)] = own
+        filled += len(own)
+    return index
+
+
 def axis_taps(
     index: NDArray[np.int32], size: int, side: int, *, align_corners: bool
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jaxserve.models.hf_config import SIZE, TABLE, HfConfig, one_of, read_field, read_fields
 from jaxserve.models.params import Params, ParamSpec
-from jaxserve.models.vision import clip, llava, qwen
+from jaxserve.models.vision import clip, gemma, llava, pixtral, qwen
 from jaxserve.models.vision.arch import VisionArch
 from jaxserve.models.vision.encoder import Encoder, Projector, hidden_states
 from jaxserve.models.vision.inputs import EncoderInputs, Grid, Packed, join_patches
@@ -21,11 +21,20 @@ from jaxserve.models.vision.inputs import EncoderInputs, Grid, Packed, join_patc
 ENCODERS: Mapping[str, Encoder] = {
     "clip": clip.CLIP,
     "siglip": clip.SIGLIP,
+    "pixtral": pixtral.PIXTRAL,
+    "gemma4": gemma.GEMMA4_ENCODER,
     "qwen2_vl": qwen.QWEN2_VL,
     "qwen2_5_vl": qwen.QWEN2_5_VL,
     "qwen3_vl": qwen.QWEN3_VL,
 }
-PROJECTORS: Mapping[str, Projector] = {"llava": llava.LLAVA, "merger": qwen.MERGER, "rms_merger": qwen.RMS_MERGER}
+PROJECTORS: Mapping[str, Projector] = {
+    "llava": llava.LLAVA,
+    "mistral3": pixtral.MISTRAL3,
+    "gemma3": gemma.GEMMA3,
+    "gemma4": gemma.GEMMA4,
+    "merger": qwen.MERGER,
+    "rms_merger": qwen.RMS_MERGER,
+}
 
 
 class _Family(NamedTuple):
@@ -48,7 +57,12 @@ def _one(projector: str, encoder: str) -> _Family:
 
 
 _FAMILIES: Mapping[str, _Family] = {
-    "LlavaForConditionalGeneration": _Family("llava", {"clip_vision_model": "clip", "siglip_vision_model": "siglip"}),
+    "LlavaForConditionalGeneration": _Family(
+        "llava", {"clip_vision_model": "clip", "siglip_vision_model": "siglip", "pixtral": "pixtral"}
+    ),
+    "Mistral3ForConditionalGeneration": _Family("mistral3", {"pixtral": "pixtral"}),
+    "Gemma3ForConditionalGeneration": _Family("gemma3", {"siglip_vision_model": "siglip"}),
+    "Gemma4ForConditionalGeneration": _one("gemma4", "gemma4"),
     "Qwen2VLForConditionalGeneration": _one("merger", "qwen2_vl"),
     "Qwen2_5_VLForConditionalGeneration": _one("rms_merger", "qwen2_5_vl"),
     "Qwen3VLForConditionalGeneration": _one("merger", "qwen3_vl"),
