@@ -189,6 +189,8 @@ class EngineConfig:
             "experts" for factors of routed experts.
         max_cpu_loras: maximum adapters in host memory, at least `max_loras`, including idle ones. Beyond that, the
             least recently used idle adapters are dropped, and read from their directories again. None keeps all.
+        encoder_cache_size: maximum embeddings of images in device memory; the least recently used ones are replaced.
+            An image with more is refused. None keeps at least 8,192.
         engine_process: run scheduler and model in a separate process; this one keeps tokenizer, texts and HTTP. Steps
             then do not wait for Python code that is busy with other work, but each needs a message between the
             processes. Not in runs over several processes.
@@ -258,6 +260,7 @@ class EngineConfig:
     max_lora_rank: int = 16
     lora_extras: Sequence[str] = ()
     max_cpu_loras: int | None = None
+    encoder_cache_size: int | None = None
     engine_process: bool = False
     kv_events_config: str | Mapping[str, Any] | KVEventsConfig | None = None
     event_log: str | None = None

@@ -139,6 +139,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
                 proposer=draft.proposer(config, arch, schedule, kv_dtype),
                 draft_shapes=array_shapes(draft_params),
                 adapters=adapter_layout(config, arch),
+                encoder_dtype=dtype,
             ),
             directory=directory,
             cache_scope=scope,

@@ -50,7 +50,7 @@ def build_arch(config: EngineConfig) -> ArchConfig:
 def _read_arch(config: EngineConfig, raw: Mapping[str, Any]) -> ArchConfig:
     """Return the sizes of the model with the config.json content `raw`, for generating or pooling as configured."""
     if (pooler := _build_pooler(config, raw)) is None:
-        return registry.from_hf_config(raw)
+        return registry.from_hf_config(raw, with_images=True)
     generator = pooling_heads.generator_config(raw, registry.FAMILIES)
     return pooling_heads.pooling_arch(registry.from_hf_config(generator), pooler)
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax._src import xla_bridge  # jax does not say elsewhere whether its backend runs
 
 from jaxserve.api.config import EngineConfig
-from jaxserve.assembly.parameters import adapter_layout
+from jaxserve.assembly.parameters import adapter_layout, compute_dtype
 from jaxserve.errors import ConfigError
 from jaxserve.execution.sampling import LogprobLayout
-from jaxserve.execution.state import new_pool, new_slots, new_states
+from jaxserve.execution.state import new_encoder_cache, new_pool, new_slots, new_states
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import widest_output
@@ -37,6 +37,7 @@ from jaxserve.system.environment import DEFAULT_GPU_MEMORY_FRACTION, claiming_gp
 logger = logging.getLogger(__name__)
 
 SCRATCH_BYTES = 64_000_000  # temporaries per step that do not grow with the model, mainly partial attention results
+DEFAULT_ENCODER_ROWS = 8192  # embeddings of images in the encoder cache
 # fraction of the machine's memory; the pool never exceeds max_num_seqs requests of maximum length
 CPU_POOL_FRACTION = 1 / 16
 # memory fraction that XLA claimed on each device when an engine started jax, by platform
@@ -123,6 +124,8 @@ def build_schedule(
         windows=arch.kv_layout.windows,
         has_states=arch.state is not None,
         pools=arch.pooler is not None,
+        num_encoder_rows=encoder_rows(config, arch),
+        has_position_axes=arch.images is not None and arch.images.has_axes,
     )
 
 
@@ -177,7 +180,7 @@ def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
     """Return the bytes of slot tables, states and adapters on a device with the shard `arch`."""
     seqs, _ = default_batch(config, on_cpu=on_cpu)
     num_bytes = tree_bytes(jax.eval_shape(partial(new_states, arch, seqs + default_snapshots(config, seqs))))
-    num_bytes += adapter_bytes(config, arch, on_cpu=on_cpu)
+    num_bytes += adapter_bytes(config, arch, on_cpu=on_cpu) + encoder_cache_bytes(config, arch)
     if arch.pooler is not None:
         return num_bytes + 4 * seqs * arch.hidden_size
     return num_bytes + tree_bytes(
@@ -189,6 +192,19 @@ def adapter_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> in
     """Return the bytes of all LoRA adapters on a device with the shard `arch`."""
     layout = adapter_layout(config, arch, platform="cpu" if on_cpu else "gpu")
     return 0 if layout is None else tree_bytes(layout.abstract(arch, None))
+
+
+def encoder_rows(config: EngineConfig, arch: ArchConfig) -> int:
+    """Return the capacity of the encoder cache in embeddings; 0 if the model takes no images."""
+    if arch.images is None:
+        return 0
+    return config.encoder_cache_size or max(DEFAULT_ENCODER_ROWS, default_batch(config, on_cpu=False)[1])
+
+
+def encoder_cache_bytes(config: EngineConfig, arch: ArchConfig) -> int:
+    """Return the bytes of the encoder cache on a device."""
+    cache = partial(new_encoder_cache, arch, encoder_rows(config, arch), compute_dtype(config, arch))
+    return tree_bytes(jax.eval_shape(cache))
 
 
 def state_bytes(arch: ArchConfig) -> int:

@@ -14,11 +14,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, get_args
 
+import numpy as np
+
 from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.sparsity_config import EvictionConfig, read_budget
 from jaxserve.core.events import Added, Finished, ReplicaEvent, Scheduled, replay
 from jaxserve.errors import ConfigError
+from jaxserve.images.prepared import ImageSpan, PreparedImage
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 from jaxserve.scheduling.request import LOGGED_FIELDS, FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -146,8 +149,20 @@ def _field_to_json(field: Any) -> Any:
     if not isinstance(field, Request):
         return field
     content = {name: getattr(field, name) for name in LOGGED_FIELDS}
-    params = dataclasses.asdict(field.params)
-    return content | {"params": params, "stop_ids": sorted(field.stop_ids), "salt": field.salt.hex()}
+    content |= {"params": dataclasses.asdict(field.params), "stop_ids": sorted(field.stop_ids)}
+    content["axes"] = None if field.axes is None else field.axes.tolist()
+    return content | {"images": list(map(_image_to_json, field.images)), "salt": field.salt.hex()}
+
+
+def _image_to_json(span: ImageSpan) -> list[Any]:
+    """Return an image's digest, grid and tokens, in types that JSON has; plans do not depend on its patches."""
+    return [span.image.digest.hex(), *span.image.grid, span.start, span.tokens.tolist()]
+
+
+def _read_image(digest: str, rows: int, columns: int, start: int, tokens: list[int]) -> ImageSpan:
+    """Return the image that `_image_to_json` has written, without patches."""
+    image = PreparedImage(bytes.fromhex(digest), np.zeros((0, 0), np.float32), (rows, columns), len(tokens))
+    return ImageSpan(image, start, np.array(tokens, np.int32))
 
 
 def _read_scheduled(choice: Any, program: Any, digest: int, *others: Any) -> Scheduled:
@@ -170,6 +185,9 @@ def _read_request(content: dict[str, Any]) -> Request:
     if content.get("reuse") is not None:
         content["reuse"] = ReuseHint(*content["reuse"])
     content["bad_sequences"] = tuple(map(tuple, content["bad_sequences"]))
+    content["images"] = tuple(_read_image(*image) for image in content.get("images", ()))
+    if content.get("axes") is not None:
+        content["axes"] = np.array(content["axes"], np.int32)
     content |= {"stop_ids": frozenset(content["stop_ids"]), "salt": bytes.fromhex(content["salt"])}
     return Request(params=SamplingParams(**params), **content)
 

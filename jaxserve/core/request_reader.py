@@ -7,9 +7,12 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.lora_request import LoRARequest
@@ -30,6 +33,7 @@ from jaxserve.core.prompt import (
     read_prompt,
 )
 from jaxserve.errors import RequestError, brief
+from jaxserve.images.prepared import ImageSpan
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.text.bad_words import encode_bad_words
@@ -92,6 +96,8 @@ class RequestReader:
         lora_request: LoRARequest | None = None,
         shares_last_page: bool = False,
         reuse: ReuseHint | None = None,
+        images: Sequence[ImageSpan] = (),
+        axes: NDArray[np.int32] | None = None,
     ) -> RequestGroup:
         """Check the parameters and read the prompt of a request, without queueing it.
 
@@ -104,6 +110,8 @@ class RequestReader:
             lora_request: LoRA adapter; None for the base model.
             shares_last_page: see `Request`.
             reuse: when the client expects to use the prompt again.
+            images: images of a prompt whose token ids are expanded.
+            axes: its positions for M-RoPE.
 
         Raises:
             RequestError: the request cannot be served.
@@ -123,6 +131,7 @@ class RequestReader:
             request.shares_last_page = shares_last_page
             request.adapter, request.adapter_start = adapter, start
             request.reuse = hint
+            request.images, request.axes = tuple(images), axes
         _check_some_allowed(requests[0])
         self._check_fits(requests[0])  # its siblings then fit as well, on any replica
         group = RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)

@@ -13,7 +13,7 @@ the step's blob, such as those that an admission found in the prefix cache.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, no_type_check
 
@@ -37,6 +37,9 @@ ADMITTED_STOP_IDS = 8  # stop ids per admission; a request with more takes a Slo
 ADMISSION_ROWS = 64  # requests per admission blob
 ADMISSION_PAGES = 2048  # pages per admission blob
 MASK_ROWS = 16  # masks per blob
+NUM_AXES = 3  # M-RoPE axes: time, height and width
+
+FIRST_IMAGE_ID = -2  # id sent for a token with the embedding in row 0 of the encoder cache; lower ones for later rows
 
 PAGES = "pages"  # name of the field with page table entries
 
@@ -133,12 +136,15 @@ class StepBatch:
         num_rows: number of rows in the plan.
         wants_logprobs: True if any row wants them.
         wants_prompt_logprobs: True if any row wants them.
-        token_ids: ids sent by the host; -1 for ids in the token history.
+        token_ids: ids sent by the host; -1 for ids in the token history, `FIRST_IMAGE_ID - row` for tokens with the
+            embedding in an encoder cache row.
         cu_q_lens: cumulative tokens planned for the first round.
         slot: slot per row.
         max_new: tokens that each row may sample, one per round; 0 for a chunk before the end of its sequence.
         next_ids: known token after each row's last one (prompt logprobs across chunks), otherwise 0.
         new_pages: new page table entries.
+        axes: M-RoPE positions on each axis; -1 for tokens that have the same on all, which the device knows. None
+            for models without.
     """
 
     base_seed: UInt[Array, ""]
@@ -151,6 +157,7 @@ class StepBatch:
     max_new: Int[Array, " R"]
     next_ids: Int[Array, " R"]
     new_pages: PageEntries
+    axes: Int[Array, "3 T"] | None = field(default=None, kw_only=True)
 
     @property
     def is_row(self) -> Bool[Array, " R"]:
@@ -200,6 +207,7 @@ class BatchLayout:
     max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1 for the whole vocabulary
     is_speculative: bool = False
     has_states: bool = False
+    has_axes: bool = False
 
     @classmethod
     def from_config(cls, config: ScheduleConfig, bucket: int, *, is_speculative: bool = False) -> BatchLayout:
@@ -212,7 +220,9 @@ class BatchLayout:
         num_columns = num_rows + bucket // config.page_size
         num_new_pages = max(num_columns * config.kv_groups.size, 2)
         sizes = (bucket, num_rows, num_new_pages, config.max_logprobs)
-        return cls(*sizes, is_speculative, config.num_snapshots is not None)
+        # A step with drafts has only decoding rows.
+        has_axes = config.has_position_axes and not is_speculative
+        return cls(*sizes, is_speculative, config.num_snapshots is not None, has_axes)
 
     def num_logprob_steps(self, max_steps: int) -> int:
         """Return the number of steps, of up to `max_steps` per dispatch, that return log probabilities.
@@ -231,10 +241,12 @@ class BatchLayout:
             rows.append("num_drafts")
         if self.has_states:
             rows += ["source", "kept_len", "kept"]
+        axes = (("axes", (NUM_AXES, self.num_tokens), -1),) if self.has_axes else ()
         return BlobLayout(
             (
                 *((name, (), 0) for name in scalars),
                 ("token_ids", (self.num_tokens,), -1),
+                *axes,
                 ("cu_q_lens", (self.num_rows + 1,), 0),
                 *((name, (self.num_rows,), 0) for name in rows),
                 _page_field(self.num_new_pages),

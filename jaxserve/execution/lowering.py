@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxserve.execution.batch import (
     BatchLayout,
@@ -22,6 +23,7 @@ from jaxserve.execution.batch import (
     num_copies,
 )
 from jaxserve.execution.compaction import Compact, make_compact
+from jaxserve.execution.encoder_program import abstract_inputs, make_encode
 from jaxserve.execution.page_programs import PagePrograms
 from jaxserve.execution.pooling_program import make_pooling_step
 from jaxserve.execution.proposer import Observer, Proposer
@@ -49,7 +51,7 @@ from jaxserve.layers.sharding import MODEL, over_devices, replicated, specs_of, 
 from jaxserve.models.adapted_params import make_set_adapter
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params
+from jaxserve.models.params import VISION, Params, without_tower
 from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.pallas_kernels.grouped_matmul import using_matmul_backend
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -78,6 +80,7 @@ class Lowering:
         draft_shapes: shapes, dtypes and shardings of the proposer's parameters.
         adapters: stacks of LoRA adapters; None without adapters.
         chip: chip to lower for without the hardware; None for attached devices.
+        encoder_dtype: dtype of images' embeddings.
     """
 
     arch: ArchConfig
@@ -92,6 +95,7 @@ class Lowering:
     draft_shapes: Params = field(default_factory=dict)
     adapters: AdapterLayout | None = None
     chip: Chip | None = None
+    encoder_dtype: DTypeLike = jnp.float32
 
     @property
     def key_parts(self) -> tuple[object, ...]:
@@ -134,6 +138,7 @@ class Lowering:
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; with a mesh, shardings too."""
         options: dict[str, Any] = {"kv_dtype": self.kv_dtype, "backend": self.backend, "new_draft": self._new_draft}
+        options["encoder_dtype"] = self.encoder_dtype
         adapters = None if self.adapters is None else self.adapters.abstract(self.arch, self.mesh)
         return abstract_state(self.arch, self.sizes, mesh=self.mesh, adapters=adapters, **options)
 
@@ -155,6 +160,7 @@ class Lowering:
             backend=self.backend,
             new_draft=self._new_draft,
             new_adapters=self._new_adapters,
+            encoder_dtype=self.encoder_dtype,
         )
         if self.mesh is not None:
             program = over_devices(program, self.mesh, (), specs_of(self.abstract_state))
@@ -175,7 +181,7 @@ class Lowering:
         """Trace and lower the step for up to `bucket` tokens and `num_rounds` rounds."""
         layout = BatchLayout.from_config(self.sizes, bucket)
         if self.arch.pooler is not None:
-            return self._lower(make_pooling_step(self.model, layout), layout, self.param_shapes)
+            return self._lower(make_pooling_step(self.model, layout), layout, self._text_shapes)
         return self._lower(make_serve_step(self.model, layout, num_rounds), layout, self._observed_shapes)
 
     def split(self, bucket: int) -> tuple[Lower, Lower]:
@@ -195,14 +201,19 @@ class Lowering:
     @property
     def _observed_shapes(self) -> Any:
         """Shapes of the parameters of programs that a proposer may observe."""
-        return (self.param_shapes, self.draft_shapes) if self.observer else self.param_shapes
+        return (self._text_shapes, self.draft_shapes) if self.observer else self._text_shapes
+
+    @property
+    def _text_shapes(self) -> Params:
+        """Parameter shapes that steps read: all but the vision tower's."""
+        return without_tower(self.param_shapes)
 
     def speculative(self, bucket: int, num_rounds: int) -> jax.stages.Lowered:
         """Trace and lower the speculative step for up to `bucket` rows and `num_rounds` rounds."""
         assert self.proposer is not None, "a speculative step has a proposer"
         layout = BatchLayout.from_config(self.sizes, bucket, is_speculative=True)
         step = make_speculative_step(self.model, layout, self.proposer, num_rounds)
-        return self._lower(step, layout, (self.param_shapes, self.draft_shapes))
+        return self._lower(step, layout, (self._text_shapes, self.draft_shapes))
 
     @property
     def _adapted_weights(self) -> Params:
@@ -250,6 +261,26 @@ class Lowering:
             "set_slot": writer(make_set_slot(model.split), state, index, row),
             "set_masks": writer(make_set_masks(model, masks), state.slots.allowed, words),
         }
+
+    def encoders(self) -> dict[str, Lower]:
+        """Return functions that trace and lower the vision tower programs, by name; none without images."""
+        if self.arch.images is None:
+            return {}
+        return {encoder_name(size): partial(self._encoder, size) for size in self.arch.images.tower.buckets}
+
+    def _encoder(self, num_patches: int) -> jax.stages.Lowered:
+        """Trace and lower the program that encodes an image with up to `num_patches` patches."""
+        assert self.model.arch.images is not None, "a model with a vision tower takes images"
+        tower, cache = self.model.arch.images.tower, self.abstract_state.encoder_cache
+        own = partial(jax.tree.map, lambda x: self._operand(x.shape, x.dtype))
+        inputs, rows = map(own, abstract_inputs(tower, num_patches))
+        params, program = self.param_shapes[VISION], make_encode(tower)
+        if self.mesh is not None:
+            program = over_devices(program, self.mesh, (params, cache, inputs, rows), specs_of(cache))
+        else:
+            params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        with using_matmul_backend(self.linear_backend):
+            return self._trace(program, (params, cache, inputs, rows), donated=1, options=self.compiler_options)
 
     def page_movers(self) -> dict[str, Lower]:
         """Return functions that trace and lower the programs that copy pages from and to the pool, by name."""
@@ -319,6 +350,11 @@ class Lowering:
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         """Return the abstract array for a host input, replicated on every device in the mesh."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
+
+
+def encoder_name(num_patches: int) -> str:
+    """Return the encoder program's name for images with up to `num_patches` patches."""
+    return f"encode {num_patches}"
 
 
 def known_options(options: Options) -> Options:

@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve.api.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
 from jaxserve.execution.batch import (
     ADMITTED_STOP_IDS,
+    FIRST_IMAGE_ID,
     MAX_STOP_IDS,
     BatchLayout,
     CompactionLayout,
@@ -119,7 +120,13 @@ class BatchPacker:
             sent |= counts > 1  # unsampled tokens follow the sampled one
         for row in sent.nonzero()[0].tolist():
             start, count, end = plan.starts[row], plan.counts[row], to["cu_q_lens"][row + 1]
-            to["token_ids"][end - count : end] = plan.requests[row].tokens(start, start + count)
+            request = plan.requests[row]
+            to["token_ids"][end - count : end] = request.tokens(start, start + count)
+            if request.images:
+                _send_images(request, start, to["token_ids"][end - count : end])
+            if layout.has_axes and request.axes is not None:
+                given = request.axes[:, start : start + count]
+                to["axes"][:, end - count : end - count + given.shape[1]] = given
         self._has_sampled[slots] = max_new > 0
         if plan.wants_prompt_logprobs:
             to["wants_prompt_logprobs"][0] = 1
@@ -160,7 +167,8 @@ class BatchPacker:
                 to["slot"][row] = request.slot
                 to["start"][row] = start_of[request]
                 to["num_prompt"][row] = request.num_prompt_tokens
-                to["end_position"][row] = request.max_total_tokens
+                to["position_offset"][row] = offset = request.position_offset
+                to["end_position"][row] = request.max_total_tokens + offset
                 to["adapter"][row], to["adapter_start"][row] = request.adapter_slot, request.adapter_start
                 stop_ids = sorted(request.stop_ids)[:ADMITTED_STOP_IDS]
                 to["stop_ids"][row, : len(stop_ids)] = stop_ids
@@ -246,6 +254,20 @@ class BatchPacker:
             "stop_ids": _padded(sorted(request.stop_ids), MAX_STOP_IDS, -1, _INT),
         }
         return SlotRow(**row)
+
+
+def _send_images(request: Request, start: int, token_ids: NDArray[np.int32]) -> None:
+    """Replace the ids of tokens that take images' embeddings by the rows of these in the encoder cache.
+
+    Args:
+        request: running request.
+        start: its first token in the plan.
+        token_ids: ids of its tokens in the plan.
+    """
+    for index, rows in request.image_rows.items():
+        offset = request.images[index].positions - start
+        is_sent = (offset >= 0) & (offset < len(token_ids))
+        token_ids[offset[is_sent]] = FIRST_IMAGE_ID - rows[is_sent]
 
 
 def _next_id(request: Request, position: int) -> int:

@@ -49,6 +49,7 @@ class Programs:
         lowering: defines the programs, and traces and lowers them.
         table: compiled programs by step shape; two, model and sampling, for a shape that samples late.
         writers: programs that write to slot tables, by their names in `Lowering.writers`.
+        encoders: programs of the vision tower, by their names in `Lowering.encoders`.
     """
 
     def __init__(self, lowering: Lowering, *, directory: Path | None, cache_scope: Scope) -> None:
@@ -62,6 +63,7 @@ class Programs:
         self._num_padded = 0  # steps for which a program was missing
         # An event instead of the thread: in Python 3.11 and 3.12 an interrupted join takes it for ended (cpython issue
         # 90882).
+        self.encoders: dict[str, Compiled] = {}
         self._compiled = threading.Event()
         self._compiled.set()
         self._compile_error: Exception | None = None
@@ -160,9 +162,14 @@ class Programs:
         def compile_writer(name: str, lower: Lower) -> None:
             self.writers[name] = self._get(name, lower)
 
-        writers = self.lowering.writers().items() if with_writers else ()
+        def compile_encoder(name: str, lower: Lower) -> None:
+            self.encoders[name] = self._get(name, lower)
+
         jobs = [partial(compile_shape, shape) for shape in chosen]
-        run_all([*jobs, *(partial(compile_writer, *each) for each in writers)], num_threads, self._closing)
+        if with_writers:
+            jobs += [partial(compile_encoder, *each) for each in self.lowering.encoders().items()]
+            jobs += [partial(compile_writer, *each) for each in self.lowering.writers().items()]
+        run_all(jobs, num_threads, self._closing)
         logger.debug("compiled programs: %s", ", ".join(shape.name for shape in sorted(self.table)))
         return len(chosen) == len(lowers)
 
@@ -228,7 +235,7 @@ class Programs:
         """Drop all programs, and stop compiling after the current one, without waiting for it."""
         self._closing.set()
         self.table.clear()
-        self.writers, self._fits = {}, {}
+        self.writers, self.encoders, self._fits = {}, {}, {}
 
     def _stop(self) -> None:
         """Stop compiling before jax's clean-up at exit, which crashes while XLA compiles."""

@@ -20,6 +20,7 @@ from jaxserve.execution.rows import (
     Rows,
     Tokens,
     advance,
+    image_rows,
     planned_rows,
     ragged_rows,
     remember,
@@ -39,7 +40,7 @@ from jaxserve.execution.sampling import (
 from jaxserve.execution.shard_rows import ShardRows
 from jaxserve.execution.state import CLIPPED, ServeState, set_pages
 from jaxserve.layers.state_forms import StateRows
-from jaxserve.layers.token_context import TokenAdapters, TokenContext
+from jaxserve.layers.token_context import TokenAdapters, TokenContext, TokenImages
 from jaxserve.layers.token_exchange import all_tokens
 from jaxserve.models import decoder
 from jaxserve.models.adapted_params import with_adapters
@@ -184,7 +185,7 @@ def plain_round(
         observe: function that observes the tokens for a proposer, if any.
     """
     rows = planned_rows(state.sequences, batch, index)
-    tokens = round_tokens(batch, rows, state.slots, index)
+    tokens = round_tokens(batch, rows, state.slots, index, model.arch.image_token_id)
     state, logits, hidden = compute_tokens(params, state, batch, rows, tokens, model, observe)
     state, sampled = sample_rows(state, batch, rows, tokens, logits, model)
     with jax.named_scope("logprobs"):
@@ -333,7 +334,11 @@ def run_model(
         state.expert_tokens,
         num_live=rows.cu_q_lens[-1],
         adapters=adapters,
+        axes=tokens.axes,
     )
+    if tokens.image_row is not None:
+        assert state.encoder_cache is not None, "a model that takes images has an encoder cache"
+        context = dataclasses.replace(context, images=TokenImages(state.encoder_cache, tokens.image_row))
     needs_all = None
     can_leave_out = model.can_leave_out_tokens and state.expert_tokens is None  # tokens are counted in all layers
     if last_only is not False and can_leave_out and rows.slot.shape[0] < tokens.row.shape[0]:
@@ -390,6 +395,8 @@ def step_logprobs(
     padding = row_blocks * block - R
     is_last = jnp.arange(T) == rows.cu_q_lens[1:][tokens.row] - 1
     next_sent = batch.token_ids.at[tokens.planned + 1].get(**CLIPPED)
+    if (image_token_id := model.arch.image_token_id) is not None:
+        next_sent = jnp.where(image_rows(next_sent) >= 0, image_token_id, next_sent)
     following = jnp.where(is_last, batch.next_ids[tokens.row], next_sent)
     wants_rows, wants_tokens = batch.wants_logprobs > 0, batch.wants_prompt_logprobs > 0
     slots = adapter_slots(state, rows, tokens)

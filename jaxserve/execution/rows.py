@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from jaxserve.execution.batch import StateBatch, StepBatch
+from jaxserve.execution.batch import FIRST_IMAGE_ID, StateBatch, StepBatch
 from jaxserve.execution.sampling import SamplingRows, SlotTable
 from jaxserve.execution.state import CLIPPED, DROPPED, Lengths, Sequences
 from jaxserve.layers.state_forms import StateRows
@@ -76,6 +76,9 @@ class Tokens:
         live: True if the token is not padding.
         planned: index on the token axis packed by the host, which still includes stopped rows.
         token_ids: token ids; arbitrary for padding.
+        image_row: row of the encoder cache that each token takes as its embedding, -1 for its id's; None if no token
+            can be an image's.
+        axes: positions on each axis of M-RoPE; None if all have `position`.
     """
 
     row: Int[Array, " T"]
@@ -84,6 +87,22 @@ class Tokens:
     live: Bool[Array, " T"]
     planned: Int[Array, " T"]
     token_ids: Int[Array, " T"]
+    image_row: Int[Array, " T"] | None = None
+    axes: Int[Array, "T 3"] | None = None
+
+    def at(self, index: Int[Array, " N"], row: Array, before: Lengths, live: Array) -> Tokens:
+        """Return the tokens at `index` for a shard with rows of its own.
+
+        Args:
+            index: indices of the shard's tokens; arbitrary for padding.
+            row: the shard's row per token.
+            before: lengths of its sequence before it.
+            live: mask of tokens that are no padding.
+        """
+        planned, token_ids, image_row, axes = jax.tree.map(
+            lambda column: column.at[index].get(**CLIPPED), (self.planned, self.token_ids, self.image_row, self.axes)
+        )
+        return Tokens(row, before.history, before.position, live, planned, token_ids, image_row, axes)
 
 
 def ragged_rows(sequences: Sequences, rows: Rows, num_rows: Int[Array, ""]) -> list[RaggedRows]:
@@ -175,7 +194,9 @@ def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Lengths, Ar
     return row, offset, Lengths(*(jnp.where(live, start[row] + offset, 0) for start in rows.start)), live
 
 
-def round_tokens(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Array, ""]) -> Tokens:
+def round_tokens(
+    batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Array, ""], image_token_id: int | None = None
+) -> Tokens:
     """Return a round's tokens, with ids from the host in the first round, or sampled ones from the token history.
 
     Args:
@@ -183,6 +204,7 @@ def round_tokens(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Arra
         rows: rows of the round.
         slots: slot tables with the token history.
         index: number of tokens sampled in earlier rounds.
+        image_token_id: id of tokens that take images' embeddings; None without images.
     """
     T = batch.token_ids.shape[0]
     row, offset, before, live = place_tokens(rows, T)
@@ -190,7 +212,19 @@ def round_tokens(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Arra
     sent = jnp.where(index == 0, batch.token_ids.at[planned].get(**CLIPPED), -1)
     sampled = slots.token_history.at[rows.slot[row], before.history].get(**CLIPPED)
     token_ids = jnp.where(sent < 0, sampled, sent)
-    return Tokens(row, before.history, before.position, live, planned, token_ids)
+    image_row = axes = None
+    if image_token_id is not None:
+        image_row = jnp.where(live, image_rows(sent), -1)
+        token_ids = jnp.where(image_row >= 0, image_token_id, token_ids)
+    if batch.axes is not None:
+        given = jnp.where(index == 0, batch.axes.at[:, planned].get(**CLIPPED), -1)
+        axes = jnp.where(given < 0, before.position, given).T
+    return Tokens(row, before.history, before.position, live, planned, token_ids, image_row, axes)
+
+
+def image_rows(sent: Int[Array, " T"]) -> Int[Array, " T"]:
+    """Return the encoder cache's rows for token ids as `batch.image_ids` sends them; negative for others."""
+    return FIRST_IMAGE_ID - sent
 
 
 def remember(slots: SlotTable, rows: Rows, tokens: Tokens, sampled: Int[Array, " R"]) -> SlotTable:

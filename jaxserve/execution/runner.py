@@ -13,6 +13,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxserve.execution.encoder_program import pack_run
+from jaxserve.execution.lowering import encoder_name
 from jaxserve.execution.packer import BatchPacker
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.execution.programs import Programs
@@ -20,12 +22,12 @@ from jaxserve.execution.round import StepOutput
 from jaxserve.execution.sampling import LogprobLayout
 from jaxserve.execution.state import ServeState
 from jaxserve.layers.pools import read_pages
-from jaxserve.models.params import Params, device_bytes
+from jaxserve.models.params import VISION, Params, device_bytes, without_tower
 from jaxserve.models.registry import flop_counts, param_specs
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.scheduling.executor_protocol import RoundCounts, StepResult
 from jaxserve.scheduling.step_costs import Costs
-from jaxserve.scheduling.step_plan import StepPlan, StepShape
+from jaxserve.scheduling.step_plan import EncoderRun, StepPlan, StepShape
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +137,9 @@ class Runner:
         self._sleeping_draft: Params = {}
         local, pool_bytes = lowering.model.arch, device_bytes(read_pages(self.state.kv_pages))
         num_layer_tokens = schedule.num_shard_pages * schedule.page_size * arch.kv_layout.num_pool_layers
-        reads = WeightReads.from_params(params, param_specs(local), device_bytes, has_logits=arch.pooler is None)
+        reads = WeightReads.from_params(
+            without_tower(params), param_specs(local), device_bytes, has_logits=arch.pooler is None
+        )
         self.costs = Costs(
             int(pool_bytes * arch.kv_layout.num_layers_read // num_layer_tokens), reads.step, flop_counts(local).step
         )
@@ -196,13 +200,16 @@ class Runner:
         compiles, upload = compile_counter.count, self.packer.pack(plan, program.num_tokens)
         if self._one_at_a_time:
             jax.block_until_ready(self.state)
-        both = self.params, self.draft_params
-        observed: Any = self.params if self.programs.lowering.observer is None else both
+        text = without_tower(self.params)
+        both = text, self.draft_params
+        observed: Any = text if self.programs.lowering.observer is None else both
         params: Any = both if plan.num_drafts else observed
         for blob in upload.compactions:
             self.state, _ = self.programs.writers["compact"](observed, self.state, blob)
         for slot, digest in plan.adapter_loads:
             self._load_adapter(slot, digest)
+        for run in plan.encoder_runs:
+            self._encode(run)
         for blob in upload.admissions:
             self.state = self.programs.writers["admit"](self.state, blob)
         for slot, row in upload.slot_rows:
@@ -248,6 +255,17 @@ class Runner:
         self.state = dataclasses.replace(self.state, adapters=stacks)
         if self._one_at_a_time:
             jax.block_until_ready(stacks)
+
+    def _encode(self, run: EncoderRun) -> None:
+        """Encode an image. Only the encoder cache passes through the program."""
+        assert self.state is not None, "a state that sleeps gets no images"
+        assert self.arch.images is not None, "a model without a vision tower gets no images"
+        num_patches, inputs, rows = pack_run(self.arch.images.tower, run)
+        encode = self.programs.encoders[encoder_name(num_patches)]
+        cache = encode(self.params[VISION], self.state.encoder_cache, inputs, rows)
+        self.state = dataclasses.replace(self.state, encoder_cache=cache)
+        if self._one_at_a_time:
+            jax.block_until_ready(cache)
 
     def _set_masks(self, blobs: Iterable[NDArray[np.int32]]) -> None:
         """Write blobs of allowed-token masks to the state. Only the mask array passes through the program."""

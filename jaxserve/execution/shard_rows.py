@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxserve.execution.rows import Rows, Tokens, place_tokens
-from jaxserve.execution.state import CLIPPED
 
 
 class ShardRows(NamedTuple):
@@ -54,5 +53,4 @@ class ShardRows(NamedTuple):
         own = Rows.packed(rows.slot[order], start, q_lens, rows.samples[order], pages)
         row, offset, before, live = place_tokens(own, self.live.shape[0] // self.num_shards)
         batch_index = jnp.where(live, rows.cu_q_lens[order[row]] + offset, 0)
-        columns = (each.at[batch_index].get(**CLIPPED) for each in (tokens.planned, tokens.token_ids))
-        return own, Tokens(row, before.history, before.position, live, *columns), jnp.sum(is_own, dtype=jnp.int32)
+        return own, tokens.at(batch_index, row, before, live), jnp.sum(is_own, dtype=jnp.int32)

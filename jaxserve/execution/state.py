@@ -111,6 +111,7 @@ class ServeState:
     pooled: Float[Array, "S D"] | None = None  # sums over earlier prompt chunks: see `pooling_program.pool`
     expert_tokens: Int[Array, "L E"] | None = None  # tokens per expert in the last step; None if not counted
     adapters: Any = None  # stacked LoRA factors: see `AdapterLayout`; None without adapters
+    encoder_cache: Float[Array, "E features"] | None = None  # images' embeddings; None without images
 
 
 def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Any:
@@ -139,6 +140,13 @@ def new_slots(vocab_size: int, max_num_seqs: int, max_model_len: int) -> SlotTab
     )
 
 
+def new_encoder_cache(arch: ArchConfig, num_rows: int, dtype: DTypeLike) -> Array | None:
+    """Return an empty encoder cache for `num_rows` embeddings; None if the model takes no images."""
+    if arch.images is None:
+        return None
+    return jnp.zeros((num_rows, arch.images.tower.out_size), jnp.dtype(dtype))
+
+
 def new_sequences(schedule: ScheduleConfig) -> Sequences:
     """Return the initial sequences: slots whose rows compute nothing."""
     S = schedule.max_num_seqs
@@ -159,6 +167,7 @@ def new_state(
     backend: str,
     new_draft: Callable[[], Any] = lambda: None,
     new_adapters: Callable[[], Any] = lambda: None,
+    encoder_dtype: DTypeLike = jnp.float32,
 ) -> ServeState:
     """Return the state before the first step: an empty pool, and slots whose rows compute nothing.
 
@@ -169,6 +178,7 @@ def new_state(
         backend: attention backend.
         new_draft: returns the initial state of a proposer.
         new_adapters: returns the initial stacks of adapters.
+        encoder_dtype: dtype of images' embeddings.
     """
     counts = None
     if schedule.count_expert_tokens and arch.experts is not None:
@@ -178,7 +188,8 @@ def new_state(
     sequences, S = new_sequences(schedule), schedule.max_num_seqs
     if (pooler := arch.pooler) is None:
         slots = new_slots(arch.vocab_size, S, schedule.max_model_len)
-        own = {"draft": new_draft(), "adapters": new_adapters()}
+        images = new_encoder_cache(arch, schedule.num_encoder_rows, encoder_dtype)
+        own = {"draft": new_draft(), "adapters": new_adapters(), "encoder_cache": images}
         return ServeState(pool, sequences, slots, states, expert_tokens=counts, **own)
     kept = None if pooler.kind is PoolingKind.LAST else jnp.zeros((S, arch.hidden_size))
     slots = new_slots(1, S, 1)  # nothing reads them
@@ -194,16 +205,18 @@ def abstract_state(
     mesh: Mesh | None = None,
     new_draft: Callable[[], Any] = lambda: None,
     adapters: Any = None,
+    encoder_dtype: DTypeLike = jnp.float32,
 ) -> ServeState:
     """Return shapes and dtypes of the state; with a mesh, shardings too.
 
     The pool is split by KV heads, recurrent states by their heads, token counts and masks by the vocabulary; a
-    proposer's state is replicated. Data-parallel attention shards have separate pages. `adapters` are the shapes of the
-    adapters' stacks.
+    proposer's state and the encoder cache are replicated. Data-parallel attention shards have separate pages.
+    `adapters` are the shapes of the adapters' stacks.
     """
 
     def shapes(arch: ArchConfig, schedule: ScheduleConfig = schedule) -> ServeState:
-        make = partial(new_state, arch, schedule, kv_dtype=kv_dtype, backend=backend, new_draft=new_draft)
+        options: dict[str, Any] = {"kv_dtype": kv_dtype, "backend": backend, "encoder_dtype": encoder_dtype}
+        make = partial(new_state, arch, schedule, new_draft=new_draft, **options)
         return jax.eval_shape(make)
 
     if mesh is None:

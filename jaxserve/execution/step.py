@@ -109,7 +109,7 @@ def make_split_step(model: Model, layout: BatchLayout, masks: BlobLayout) -> tup
         params, observe = model.observing(all_params)
         state, batch = begin(state, layout, blob)
         rows = planned_rows(state.sequences, batch, first_round)
-        tokens = round_tokens(batch, rows, state.slots, first_round)
+        tokens = round_tokens(batch, rows, state.slots, first_round, model.arch.image_token_id)
         state, logits, _ = compute_tokens(params, state, batch, rows, tokens, model, observe)
         return state, logits
 
@@ -118,7 +118,7 @@ def make_split_step(model: Model, layout: BatchLayout, masks: BlobLayout) -> tup
         slots = dataclasses.replace(state.slots, allowed=set_masks(state.slots.allowed, masks_blob))
         state = dataclasses.replace(state, slots=slots)
         rows = planned_rows(state.sequences, batch, first_round)
-        tokens = round_tokens(batch, rows, state.slots, first_round)
+        tokens = round_tokens(batch, rows, state.slots, first_round, model.arch.image_token_id)
         state, sampled = sample_rows(state, batch, rows, tokens, logits, model)
         logprobs = lax.cond(
             batch.wants_logprobs > 0,

@@ -29,6 +29,8 @@ class RopeConfig:
             R rotated dimensions.
         query_growth: numbers a and n: a query at position t is multiplied by 1 + a * log(1 + floor(t / n)), as in
             Llama 4; None for no factor.
+        axes: for each rotated pair, the axis of the position by which it is rotated, if tokens have several (M-RoPE);
+            None if positions are single numbers.
     """
 
     theta: float = 10000.0
@@ -37,6 +39,7 @@ class RopeConfig:
     fraction: float = 1.0
     interleaved: bool = False
     query_growth: tuple[float, float] | None = None
+    axes: tuple[int, ...] | None = None
 
     def rotated(self, head_dim: int) -> int:
         """Return the number of rotated dimensions per head."""
@@ -155,10 +158,15 @@ _SCALINGS: dict[str, Callable[[NDArray[np.float32], _Options, float, int], _Scal
 }
 
 
-def rope_table(positions: Int[Array, " T"], config: RopeConfig, head_dim: int) -> Float[Array, "2 T half"]:
+Positions = Int[Array, " T"] | Int[Array, "T axes"]  # one number per token, or one for each axis
+
+
+def rope_table(positions: Positions, config: RopeConfig, head_dim: int) -> Float[Array, "2 T half"]:
     """Return cosines and sines in float32, for every token and each pair in `pair_halves` order."""
     freq, factor = config.frequencies(head_dim)
-    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq)[None, :]
+    turned = positions.astype(jnp.float32)
+    by_pair = turned[:, None] if turned.ndim == 1 else turned[:, np.array(config.axes)]
+    angles = by_pair * jnp.asarray(freq)[None, :]
     table = jnp.stack([jnp.cos(angles), jnp.sin(angles)]) * factor
     unrotated = head_dim // 2 - len(freq)
     if unrotated == 0:
@@ -179,8 +187,11 @@ class Rotation(NamedTuple):
     query_factor: Float[Array, " T"] | None = None
 
 
-def rotation(positions: Int[Array, " T"], config: RopeConfig | None, head_dim: int) -> Rotation | None:
-    """Return the rotation of T tokens in layers with this config; None without a config."""
+def rotation(positions: Positions, config: RopeConfig | None, head_dim: int) -> Rotation | None:
+    """Return the rotation of T tokens in layers with this config; None without a config.
+
+    Positions have several axes only if the config has `axes`.
+    """
     if config is None:
         return None
     table = rope_table(positions, config, head_dim)

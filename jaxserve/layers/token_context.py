@@ -180,6 +180,34 @@ class TokenAdapters:
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class TokenImages:
+    """Image embeddings of tokens.
+
+    Attributes:
+        cache: the encoder cache, with an embedding per row; with DeepStack, further features follow it.
+        row: each token's row in the cache; -1 for a token that has the embedding of its id.
+    """
+
+    cache: Float[Array, "E features"]
+    row: Int[Array, " T"]
+
+    @property
+    def is_image(self) -> Bool[Array, " T"]:
+        """Mask of tokens that take an image's embedding."""
+        return self.row >= 0
+
+    def features(self, index: int, size: int) -> Float[Array, "T size"]:
+        """Return the tokens' features: the embeddings for index 0, then those of each DeepStack layer.
+
+        Those of tokens without an image are arbitrary.
+        """
+        part = lax.slice_in_dim(self.cache, index * size, (index + 1) * size, axis=1)
+        return part.at[jnp.maximum(self.row, 0)].get(mode="clip")
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class TokenContext:
     """Tokens in a forward pass, their rows, and the state that layers leave to later ones.
 
@@ -195,6 +223,8 @@ class TokenContext:
         last: index of each row's last token, rows with tokens first; see `RaggedRows.last_tokens`. None if the hidden
             states of all tokens are needed.
         adapters: LoRA adapters of the tokens; None without adapters.
+        axes: positions on each axis, by which M-RoPE rotates; None if all axes have `position`.
+        images: embeddings of images, and the tokens that take them; None in a model without images.
     """
 
     position: Int[Array, " T"]
@@ -207,6 +237,13 @@ class TokenContext:
     num_live: Int[Array, ""] | None = None
     last: Int[Array, " R"] | None = None
     adapters: TokenAdapters | None = None
+    axes: Int[Array, "T 3"] | None = None
+    images: TokenImages | None = None
+
+    @property
+    def rotary_position(self) -> Int[Array, " T"] | Int[Array, "T 3"]:
+        """Positions by which queries and keys are rotated."""
+        return self.position if self.axes is None else self.axes
 
     def attend(
         self,
@@ -271,7 +308,7 @@ class TokenContext:
     def part(self, start: Int[Array, ""], num_tokens: int) -> TokenContext:
         """Return the context for some of the tokens; see `Attention.part`."""
 
-        def take(x: Shaped[Array, " T"]) -> Shaped[Array, " part"]:
+        def take(x: Shaped[Array, "T *D"]) -> Shaped[Array, "part *D"]:
             return lax.dynamic_slice_in_dim(x, start, num_tokens)
 
         live, attention = None if self.live is None else take(self.live), self.narrowing.part(start, num_tokens)
@@ -280,9 +317,11 @@ class TokenContext:
 
     def select(self, take: Callable[[Array], Array]) -> TokenContext:
         """Return the context for other activation rows, whose tokens `take` selects; only linear layers read it."""
-        row, slot = (None if each is None else take(each) for each in (self.row, self.slot))
+        row, slot, axes = (None if each is None else take(each) for each in (self.row, self.slot, self.axes))
         adapters, position = self.adapters and self.adapters.select(take), take(self.position)
-        return dataclasses.replace(self, position=position, row=row, slot=slot, num_live=None, adapters=adapters)
+        return dataclasses.replace(
+            self, position=position, row=row, slot=slot, num_live=None, adapters=adapters, axes=axes, images=None
+        )
 
     def count_experts(self, ids: Int[Array, "all k"]) -> TokenContext:
         """Return the context after an MoE layer that chose these experts; ids outside the experts are not counted."""

@@ -16,6 +16,7 @@ from jaxserve.layers.kv_forms import HeadVectors
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.layers.sharding import DATA, MODEL, TENSOR
 from jaxserve.layers.state_forms import StateForm
+from jaxserve.models.image_input import ImageInput
 from jaxserve.models.kv_layout import KVLayout, check_sizes, filled_period, lay_out
 from jaxserve.models.layer_spec import AttentionSpec, LayerOptions, LayerSpec
 from jaxserve.scheduling.step_costs import TokenChoice
@@ -64,6 +65,7 @@ class ArchConfig:
     per_layer_embeddings: PerLayerEmbeddings | None = None
     page_budget: int | None = None  # maximum tokens in the pages that an output token chooses; None if it sees all
     pooler: Pooler | None = None  # pooling, for models that do not generate
+    images: ImageInput | None = None  # images that it takes; None for text only
 
     def __post_init__(self) -> None:
         if not self.attention_layers:
@@ -94,6 +96,11 @@ class ArchConfig:
     def attention(self) -> AttentionSpec:
         """Attention in the first layer that is not recurrent; others may differ in windows, RoPE and KV heads."""
         return self.attention_layers[0]
+
+    @property
+    def image_token_id(self) -> int | None:
+        """Id of the tokens that take images' embeddings; None for text only."""
+        return None if self.images is None else self.images.token_id
 
     @property
     def num_moe_layers(self) -> int:
@@ -177,6 +184,7 @@ class ArchConfig:
             layers=tuple(layers[layer] for layer in self.layers),
             num_devices=1,
             tensor_axis=TENSOR,
+            images=self.images and self.images._replace(tower=self.images.tower.divided(num_devices).local()),
         )
 
     def divided(self, num_devices: int, num_expert_shards: int = 1, num_data_shards: int = 1) -> "ArchConfig":

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.layers.linear import Matrix, at_layer, embed, linear
-from jaxserve.layers.token_context import TokenAdapters, TokenContext
+from jaxserve.layers.token_context import TokenAdapters, TokenContext, TokenImages
 from jaxserve.layers.token_exchange import all_tokens, local_tokens
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
@@ -54,8 +54,8 @@ def forward_with_features(
     """
     family = registry.family(arch)
     with jax.named_scope("embed"):
-        x = embed_tokens(params, arch, token_ids, tokens.position, tokens.adapters)
-        rotations = layer_rotations(arch, tokens.position)
+        x = embed_tokens(params, arch, token_ids, tokens.position, tokens.adapters, tokens.images)
+        rotations = layer_rotations(arch, tokens.rotary_position)
         inputs = family.layer_inputs(params, arch, token_ids, x)
         tokens = dataclasses.replace(tokens, moe_index=jnp.int32(0))
     layers = params["layers"]
@@ -141,14 +141,20 @@ def embed_tokens(
     token_ids: Int[Array, " T"],
     positions: Int[Array, " T"],
     adapters: TokenAdapters | None = None,
+    images: TokenImages | None = None,
 ) -> Float[Array, "T D"]:
-    """Return the first layer's inputs: scaled token embeddings, plus learned position embeddings if there are some."""
+    """Return the first layer's inputs: scaled token embeddings, plus learned position embeddings if there are some.
+
+    Tokens of images take their embeddings from `images`, which are not scaled.
+    """
     # Norms determine the dtype because they are never quantised.
     dtype, ids = jax.tree.leaves(params["final_norm"])[0].dtype, all_tokens(token_ids, arch.token_axis)
     rows = embed(ids, params["embed"], dtype=dtype, axis=arch.vocab_axis, adapters=adapters)
     x = local_tokens(rows, arch.token_axis)
     if arch.embed_scale != 1.0:
         x *= jnp.asarray(arch.embed_scale, x.dtype)
+    if images is not None:
+        x = jnp.where(images.is_image[:, None], images.features(0, arch.hidden_size).astype(x.dtype), x)
     if POSITION_EMBED in params:
         x += embed(positions, params[POSITION_EMBED], dtype=dtype)
     return x

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import Positions, RopeConfig, Rotation, rotation
 from jaxserve.layers.token_context import LayerContext, NarrowingAttention, TokenContext
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
@@ -86,13 +86,16 @@ class LastLayers:
         self, x: Float[Array, "T D"], tokens: TokenContext, inputs: Float[Array, "L N size"] | None, *, last_only: bool
     ) -> tuple[Float[Array, "N D"], TokenContext]:
         arch, family = self.arch, registry.family(self.arch)
-        block, rotations = inner_block(family.block, default_matmul_backend()), layer_rotations(arch, tokens.position)
+        block, rotations = (
+            inner_block(family.block, default_matmul_backend()),
+            layer_rotations(arch, tokens.rotary_position),
+        )
         for kind, p in enumerate(self.layers, arch.num_layers - len(self.layers)):
             index, own = jnp.int32(arch.kv_layout.layers[kind].position), None if inputs is None else inputs[kind]
             is_first = kind == arch.last_kv_layer
             layer = layer_context(arch, kind, index, rotations, own, last_only=last_only and is_first)
             x, tokens = block(p, x, tokens, layer, arch=arch)
-            rotations = layer_rotations(arch, tokens.position) if is_first else rotations
+            rotations = layer_rotations(arch, tokens.rotary_position) if is_first else rotations
         return family.norm(x, self.final_norm, arch.norm_eps), tokens
 
 
@@ -103,7 +106,7 @@ def split_last(arch: ArchConfig, layers: list[Params], tokens: TokenContext) -> 
     return (layers, []) if first < 0 else (layers[:first], layers[first:])
 
 
-def layer_rotations(arch: ArchConfig, position: Int[Array, " T"]) -> Rotations:
+def layer_rotations(arch: ArchConfig, position: Positions) -> Rotations:
     """Return the rotations of all layers."""
     heads = dict.fromkeys((attention.rope, attention.head_dim) for attention in arch.attention_layers)
     return {head: rotation(position, *head) for head in heads}

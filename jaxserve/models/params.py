@@ -36,6 +36,7 @@ Params = rows.Params
 # add "lm_head_bias", POSITION_EMBED with learned positions, or LAYER_EMBED and LAYER_PROJECTION with the table and the
 # matrix that make per-layer inputs. A norm is an array, or a tree of weight and bias.
 POSITION_EMBED, LAYER_EMBED, LAYER_PROJECTION = "position_embed", "layer_embed", "layer_projection"
+VISION = "vision"  # key of the vision tower's parameters, in models that take images
 EXPERT_MATRICES = ("experts_gate_up", "experts_down")  # all experts' matrices, concatenated along axis 0
 
 
@@ -116,6 +117,11 @@ class ParamSpec:
     def on_device(self, num_devices: int) -> "ParamSpec":
         """Return the spec with one device's experts; the shape remains the whole tensor's."""
         return dataclasses.replace(self, experts=self.experts and self.experts.local(num_devices, EXPERTS))
+
+
+def without_tower(params: Params) -> Params:
+    """Return parameters without those of the vision tower, which steps do not read."""
+    return {name: each for name, each in params.items() if name != VISION}
 
 
 def matrix_transform(

@@ -13,8 +13,10 @@ from jaxserve.models import pooling_heads
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
 from jaxserve.models.hf_config import STRINGS, TABLE, noting_fields, one_of, read_fields
+from jaxserve.models.image_families import IMAGE_FAMILIES
 from jaxserve.models.layer_kinds import check_unread
 from jaxserve.models.params import ParamSpec
+from jaxserve.models.vision.tower import tower_specs
 from jaxserve.weights import CheckpointError, read_schemes
 
 # Fields that a multimodal config.json may have only at its top level.
@@ -89,6 +91,11 @@ FAMILIES = _Families(_MODULES)
 TEXT_PARTS: Mapping[str, str | Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "LlavaForConditionalGeneration": {
+        "llama": "LlamaForCausalLM",
+        "mistral": "MistralForCausalLM",
+        "qwen2": "Qwen2ForCausalLM",
+    },
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
@@ -147,10 +154,16 @@ def _with_text_positions(text: Mapping[str, Any]) -> dict[str, Any]:
     return {**text, **plain}
 
 
-def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
+def takes_images(config: Mapping[str, Any]) -> bool:
+    """Return whether `from_hf_config` can read the images that a model takes."""
+    names: Any = config.get("architectures")
+    return STRINGS.holds(names) and bool(names) and names[0] in IMAGE_FAMILIES
+
+
+def from_hf_config(config: Mapping[str, Any], *, with_images: bool = False) -> ArchConfig:
     """Convert config.json to an ArchConfig; ConfigError if the architecture or a setting is not supported.
 
-    A multimodal model is reduced to its text part.
+    A multimodal model is reduced to its text part, unless `with_images` and it takes images.
     """
     whole, config = config, text_config(config)
     names = config.get("architectures")
@@ -163,7 +176,10 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
     with noting_fields() as read:
         arch = FAMILIES[names[0]].read_arch(config)
     check_unread(config, read, arch.windows, names[0])
-    return dataclasses.replace(arch, schemes=schemes)
+    arch = dataclasses.replace(arch, schemes=schemes)
+    if not (with_images and takes_images(whole)):
+        return arch
+    return IMAGE_FAMILIES[whole["architectures"][0]].read(whole, arch, config)
 
 
 def _described(config: Mapping[str, Any]) -> str:
@@ -185,7 +201,8 @@ def family(arch: ArchConfig) -> ModelFamily:
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return one ParamSpec per tensor in a model."""
-    return pooling_heads.pooling_specs(arch, family(arch).param_specs(arch))
+    tower = [] if arch.images is None else tower_specs(arch.images.tower)
+    return [*pooling_heads.pooling_specs(arch, family(arch).param_specs(arch)), *tower]
 
 
 def num_params(arch: ArchConfig) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.scheduling.adapter_slots import AdapterSlots
+from jaxserve.scheduling.encoder_cache import EncoderCache
 from jaxserve.scheduling.kv_cache.groups import RELEASED
 from jaxserve.scheduling.kv_cache.page_store import PageStore
 from jaxserve.scheduling.request import Request, RequestStatus
@@ -27,11 +28,13 @@ class Ledger:
         weights: weights by tenant; 1 for others.
         first_slot: the shard's first slot.
         adapters: slots of LoRA adapters, which shards share.
+        encoder: the encoder cache, which shards share.
 
     Attributes:
         groups: layer groups that have pages of their own.
         store: store of all pages.
         adapters: slots of LoRA adapters.
+        encoder: the encoder cache.
         waiting: queue of waiting requests.
         running: running requests by id, in admission order.
         num_running_of: number of running requests by class; no entry for 0.
@@ -48,8 +51,9 @@ class Ledger:
         weights: Mapping[str, float],
         first_slot: int,
         adapters: AdapterSlots,
+        encoder: EncoderCache,
     ) -> None:
-        self.groups, self.store, self.adapters = sizes.kv_groups, store, adapters
+        self.groups, self.store, self.adapters, self.encoder = sizes.kv_groups, store, adapters, encoder
         self.page_size, self._group_size = self.groups.page_size, self.groups.size
         self.max_num_batched_tokens = sizes.max_num_batched_tokens
         self.running: dict[str, Request] = {}
@@ -145,6 +149,7 @@ class Ledger:
         self.free_slots.append(request.slot)
         self.store.leave(request, keep=keep)
         self.adapters.stop(request)
+        self.encoder.stop(request)
         request.slot = -1
         request.num_computed_tokens = 0
         request.quiet_until = 0

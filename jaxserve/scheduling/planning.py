@@ -102,7 +102,17 @@ def join(plans: Sequence[StepPlan], num_shard_pages: int) -> StepPlan:
         joined.num_pages_used += part.num_pages_used
         if not part.requests:
             continue
-        for name in ("requests", "slots", "starts", "counts", "max_new", "admitted", "grown", "adapter_loads"):
+        for name in (
+            "requests",
+            "slots",
+            "starts",
+            "counts",
+            "max_new",
+            "admitted",
+            "grown",
+            "adapter_loads",
+            "encoder_runs",
+        ):
             getattr(joined, name).extend(getattr(part, name))
         first_page = index * num_shard_pages
         joined.copies += [(first_page + source, first_page + target) for source, target in part.copies]

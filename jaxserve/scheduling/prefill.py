@@ -105,6 +105,9 @@ class PrefillPlanner:
                 continue
             num_left = ledger.num_computable(request, request.num_computed_tokens)
             wanted = self._policy.first_chunk(num_left, budget_left)
+            wanted = self._prompts.num_encodable(request, request.num_computed_tokens, wanted)
+            if not wanted:  # its next image must wait for other images
+                continue
             ledger.store.release_unseen(request)
             reserve.begin_turn(request)
             num_tokens = reserve.num_affordable(request, wanted)
@@ -114,6 +117,7 @@ class PrefillPlanner:
                 ledger.preempt(victim, plan)
                 num_tokens = reserve.num_affordable(request, wanted)
             is_short |= num_tokens < wanted
+            num_tokens = self._prompts.num_encodable(request, request.num_computed_tokens, num_tokens)
             if num_tokens and ledger.allocate(request, num_tokens, plan):
                 self._prompts.compute(self._prompts.add_row(request, plan), num_tokens, plan)
         self._prompts.settle()
@@ -141,6 +145,7 @@ class PrefillPlanner:
             num_left = self._ledger.num_computable(request, plan.starts[row])
             wanted = self._policy.further_chunk(num_left, plan.counts[row], budget_left, decode_waits=decode_waits)
             num_tokens = reserve.num_affordable(request, wanted)
+            num_tokens = self._prompts.num_encodable(request, request.num_computed_tokens, num_tokens)
             if num_tokens and self._ledger.allocate(request, num_tokens, plan):
                 self._prompts.compute(row, num_tokens, plan)
 

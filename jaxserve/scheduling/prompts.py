@@ -24,17 +24,29 @@ class Prompts:
         self._ledger, self._policy = ledger, policy
         self.unfinished: list[Request] = []
         self._limit = ledger.max_num_batched_tokens  # maximum tokens of the current plan
+        self._max_encoded = self._limit  # maximum embeddings that it encodes
 
     # The current plan
 
     def begin(self, plan: StepPlan, max_tokens: int) -> None:
         """Limit a plan that already has its decoding rows to `max_tokens` prompt tokens; no prompt is in it yet."""
         self._limit = min(plan.num_tokens + max_tokens, self._ledger.max_num_batched_tokens)
+        self._max_encoded = self._limit - plan.num_tokens
         self.unfinished = []
 
     def budget_left(self, plan: StepPlan) -> int:
         """Return the number of tokens that the current plan may still get."""
         return self._limit - plan.num_tokens
+
+    def num_encodable(self, request: Request, start: int, num_tokens: int) -> int:
+        """Return how many of a request's next `num_tokens` tokens the current plan can compute, given its images.
+
+        Args:
+            request: running request, or one that starts.
+            start: its first token to compute.
+            num_tokens: tokens wanted.
+        """
+        return self._ledger.encoder.num_computable(request, start, num_tokens, self._max_encoded)
 
     def settle(self) -> None:
         """Remove the prompts that the plan has finished or preempted from `unfinished`."""
@@ -55,6 +67,7 @@ class Prompts:
         request = plan.requests[row]
         start = request.num_computed_tokens
         samples = num_remaining(request) == num_tokens
+        plan.encoder_runs += self._ledger.encoder.compute(request, start, start + num_tokens)
         request.num_computed_tokens = start + num_tokens
         self._ledger.num_prefill_tokens -= num_tokens - samples
         plan.num_prefill_tokens += num_tokens

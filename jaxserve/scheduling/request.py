@@ -6,16 +6,16 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar, get_type_hints, runtime_checkable
+from typing import Annotated, Protocol, TypeVar, get_type_hints, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from jaxserve.api.cached_tokens import NO_CACHED_TOKENS, CachedTokens
 from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from jaxserve.images.prepared import ImageSpan
 
 
 class FinishReason(enum.StrEnum):
@@ -87,6 +87,8 @@ class Request:
     salt: Given[bytes] = b""  # prefix-cache namespace: requests share pages only if their salts are equal
     adapter: Given[str] = ""  # digest of its LoRA adapter; empty for the base model
     adapter_start: Given[int] = 0  # first token with the adapter
+    images: Given[tuple[ImageSpan, ...]] = ()  # images in the prompt, in order
+    axes: Given[NDArray[np.int32] | None] = None  # positions [3, prompt tokens] for M-RoPE; None if they count tokens
     read_prefix_cache: Given[bool] = True  # False if every prompt position must be computed (prompt_logprobs)
     # True if its last page is cached although not full, for others to copy (beams)
     shares_last_page: Given[bool] = False
@@ -99,6 +101,7 @@ class Request:
     arrival_s: Given[float] = 0.0  # arrival time, if classes have targets
     priority: Given[int] = 0  # class: lower numbers go first
     tenant: Given[str] = ""  # tenants get equal parts of a class's service, and of the cache
+    image_rows: dict[int, NDArray[np.int32]] = field(default_factory=dict)  # by image in use: its embeddings' rows
     num_shared_tokens: int = 0  # prompt tokens that the router expects to be cached when the request starts
 
     # Steps read these for every row, so they are adjacent in memory.
@@ -157,6 +160,11 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Number of tokens sampled on the device but not yet read (step-ahead)."""
         return self.num_tokens - self.num_known_tokens
+
+    @property
+    def position_offset(self) -> int:
+        """Position of a token after the prompt, minus the number of tokens before it."""
+        return 0 if self.axes is None else int(self.axes.max()) + 1 - self.num_prompt_tokens
 
     @property
     def min_position(self) -> int:

@@ -53,6 +53,8 @@ class ScheduleConfig:
     count_expert_tokens: bool = False  # True if steps count the tokens per expert
     num_data_shards: int = 1  # equal data-parallel shards of slots, pages and step tokens
     max_loras: int = 0  # maximum LoRA adapters on the devices; 0 without adapters
+    num_encoder_rows: int = 0  # capacity of the encoder cache in image embeddings; 0 without images
+    has_position_axes: bool = False  # True if tokens of images have positions on several axes (M-RoPE)
 
     def __post_init__(self) -> None:
         _ = self.sparsity  # checks the budget
@@ -253,6 +255,8 @@ def resolve_schedule(
     windows: tuple[int | None, ...] = (None,),
     has_states: bool = False,
     pools: bool = False,
+    num_encoder_rows: int = 0,
+    has_position_axes: bool = False,
 ) -> ScheduleConfig:
     """Return the sizes for a model and jax platform, with all defaults resolved.
 
@@ -265,6 +269,8 @@ def resolve_schedule(
         windows: sliding window per KV group.
         has_states: True if some layers are recurrent.
         pools: True if the model pools.
+        num_encoder_rows: capacity of the encoder cache; 0 without images.
+        has_position_axes: True if tokens of images have positions on several axes.
 
     Raises:
         ConfigError: the model does not support the options.
@@ -295,6 +301,8 @@ def resolve_schedule(
         count_expert_tokens=config.count_expert_tokens,
         num_data_shards=config.num_data_shards,
         max_loras=config.max_loras if config.enable_lora else 0,
+        num_encoder_rows=num_encoder_rows,
+        has_position_axes=has_position_axes,
     )
 
 

@@ -45,6 +45,7 @@ from jaxserve.errors import RequestError
 from jaxserve.scheduling.adapter_slots import AdapterSlots
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.deadlines import Deadlines
+from jaxserve.scheduling.encoder_cache import EncoderCache
 from jaxserve.scheduling.kv_cache.page_events import PageEvents
 from jaxserve.scheduling.kv_cache.page_store import PageStore
 from jaxserve.scheduling.kv_cache.stored_pages import StoredPages
@@ -112,6 +113,7 @@ class Scheduler:
         policy: order of requests and chunk sizes.
         max_prompt_tokens: maximum tokens of one prompt in a step.
         adapters: slots of LoRA adapters.
+        encoder: the encoder cache, which has images' embeddings.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class Scheduler:
         self.max_prompt_tokens = self._shard_sizes.max_num_batched_tokens
         self.policy = policy or self._shard_sizes.policy
         self._transfers = Transfers(tiers)
-        self.adapters = AdapterSlots(sizes.max_loras)
+        self.adapters, self.encoder = AdapterSlots(sizes.max_loras), EncoderCache(sizes.num_encoder_rows)
         self.shards = [
             Shard(partial(self._new_ledger, first_slot), self.policy, sizes.num_spare_drafts)
             for first_slot in range(0, sizes.max_num_seqs, self._shard_sizes.max_num_seqs)
@@ -146,7 +148,7 @@ class Scheduler:
         sizes = self._shard_sizes
         store = PageStore(sizes.num_pages, sizes.kv_groups, self._transfers)
         store.events = self.events
-        return Ledger(sizes, store, dict(self.policy.weights), first_slot, self.adapters)
+        return Ledger(sizes, store, dict(self.policy.weights), first_slot, self.adapters, self.encoder)
 
     @property
     def view(self) -> ShardView:
@@ -222,6 +224,7 @@ class Scheduler:
                 f"got {num_prompt} prompt tokens, max_total_tokens {max_total} and max_model_len {longest}; "
                 "shorten the prompt, lower max_tokens or raise max_model_len"
             )
+        self.encoder.check_fits(request)
         num_needed = groups.num_pages(max_total - 1, num_prompt)  # the last token is never computed
         num_pages = self._shard_sizes.num_pages
         if num_needed > num_pages:
@@ -253,11 +256,12 @@ class Scheduler:
         return withdrawn
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached content, also adapters without rows, as after a change of weights.
+        """Forget all cached content, also adapters and images without rows, as after a change of weights.
 
         Running requests keep their pages, but no other request will find them.
         """
         self.adapters.forget_idle()
+        self.encoder.forget_idle()
         for shard in self.shards:
             shard.reset_prefix_cache()
 
@@ -284,6 +288,7 @@ class Scheduler:
         """Return to the initial state after a failure: forget all requests (which have ended), plans and pages."""
         self._transfers.restart()
         self.adapters.restart()
+        self.encoder.restart()
         if self.events is not None:
             self.events.cleared()
         for shard in self.shards:
@@ -357,4 +362,5 @@ class Scheduler:
             held += on_shard
         assert self._requests == {request.request_id: request for request in held}
         self.adapters.check_integrity(self.running)
+        self.encoder.check_integrity(self.running)
         self._balancer.check_integrity(self._requests)

@@ -104,6 +104,7 @@ class Shard:
         """Begin a plan: preempt running rows for unfinished prompts and waiting requests of higher classes."""
         self.changes.note(was_planned=True)
         self.ledger.adapters.begin_plan()
+        self.ledger.encoder.begin_plan()
         if (states := self.ledger.store.states) is not None:
             states.begin_plan()
         preempt_lower_classes(self.ledger, self.policy, plan)

@@ -265,6 +265,9 @@ class StartPlanner:
         num_left = min(request.num_tokens, ledger.groups.row_end(start, request.num_prompt_tokens)) - start
         num_tokens = self._policy.first_chunk(num_left, self._prompts.budget_left(plan))
         num_tokens = min(num_tokens, ledger.token_capacity(cached))
+        num_tokens = self._prompts.num_encodable(request, start, num_tokens)
+        if not num_tokens:  # its first image must wait for other images
+            return False
         num_pages = ledger.groups.num_blocks(start + num_tokens) * ledger.groups.size
         ledger.store.retain(copied)  # so that the allocation does not evict them
         pages = ledger.store.acquire(request, cached, num_pages - len(cached), num_kept)

@@ -8,8 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.api.cached_tokens import NO_CACHED_TOKENS, CachedTokens
 from jaxserve.api.token_ids import TokenIds
+from jaxserve.images.prepared import PreparedImage
 from jaxserve.scheduling.request import Request
 
 
@@ -99,6 +103,18 @@ def cheapest(programs: Iterable[StepShape], step: StepShape) -> StepShape | None
     return min((program for program in programs if program.holds(step)), default=None)
 
 
+class EncoderRun(NamedTuple):
+    """An image that the vision tower encodes before a step.
+
+    Attributes:
+        image: the image.
+        rows: rows of the encoder cache that take its embeddings.
+    """
+
+    image: PreparedImage
+    rows: NDArray[np.int32]
+
+
 class PromptCompaction(NamedTuple):
     """A row whose prompt's best tokens are copied to fresh pages; see `Compaction`."""
 
@@ -139,6 +155,7 @@ class StepPlan:
         admitted: requests that start with this plan and need their device state set.
         grown: requests whose pages this plan extended; possibly repeated, also admitted, or preempted since.
         adapter_loads: LoRA adapters to load before the step, as (slot, digest).
+        encoder_runs: images to encode before the step.
         copies: pages to copy before the step, as (source, target).
         compactions: rows whose prompts to compact before everything else.
         restored: rows that continue from a state snapshot, as (row, entry).
@@ -169,6 +186,7 @@ class StepPlan:
     admitted: list[Request] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
     adapter_loads: list[tuple[int, str]] = field(default_factory=list)
+    encoder_runs: list[EncoderRun] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     compactions: list[PromptCompaction] = field(default_factory=list)
     restored: list[tuple[int, int]] = field(default_factory=list)
@@ -222,8 +240,9 @@ class StepPlan:
         copies = [page for copy in self.copies for page in copy]
         states = [number for row in (*self.restored, *self.snapshots) for number in row]
         copies += [number for slot, _, pages in self.compactions for number in (slot, *pages)]
-        adapters = [slot for slot, _ in self.adapter_loads]
-        rest = [int(self.is_split), len(copies), *copies, *states, *adapters]
+        loads = [slot for slot, _ in self.adapter_loads]
+        loads += [number for run in self.encoder_runs for number in (zlib.crc32(run.image.digest), *run.rows.tolist())]
+        rest = [int(self.is_split), len(copies), *copies, *states, *loads]
         for column in (self.slots, self.starts, self.counts, self.max_new, self.num_drafts, pages, rest):
             previous = zlib.crc32(array("q", column).tobytes(), previous)
         return previous

@@ -131,7 +131,7 @@ def test_flat_configs_have_a_text_part_too(tmp_path: Path, name: str) -> None:
     assert_close(logits, expected)
 
 
-@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen2AudioForConditionalGeneration"])
+@pytest.mark.parametrize("name", ["InternVLForConditionalGeneration", "Qwen2AudioForConditionalGeneration"])
 def test_others_are_refused_by_name(name: str) -> None:
     text = checkpoints.build_config("llama").to_dict()
     with pytest.raises(ConfigError, match=f"Gemma3ForConditionalGeneration.* text parts, got .*{name}.*; convert"):

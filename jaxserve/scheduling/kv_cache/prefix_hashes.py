@@ -18,8 +18,9 @@ class PrefixHashes:
     """Page hashes, each covering all tokens up to the page's last one.
 
     A page's hash also covers the previous page's hash (the salt, for the first page); the first page that has a token
-    with an adapter covers the adapter and that token's index. Equal hashes thus mean equal salts, token prefixes and
-    adapters, on which keys and values depend.
+    with an adapter covers the adapter and that token's index; a page with tokens of images covers these images and
+    their indices. Equal hashes thus mean equal salts, token prefixes, adapters and images, on which keys and values
+    depend.
 
     Args:
         page_size: tokens per page.
@@ -29,7 +30,7 @@ class PrefixHashes:
         self._page_size = page_size
         # The latest prompt: samples for one prompt arrive in sequence, and hash it only once.
         self._last_prompt: TokenIds = []
-        self._last_key = b"", "", 0
+        self._last_key: tuple[object, ...] = (b"", "", 0, ())
         self._last_hashes: list[bytes] = []  # its full pages' hashes
 
     def full_pages(self, request: Request) -> list[bytes]:
@@ -52,11 +53,12 @@ class PrefixHashes:
         block, hashes = num_tokens // self._page_size, self.full_pages(request)
         previous = hashes[block - 1] if block else _salt_hash(request.salt)
         previous = self._with_adapter(previous, request, block, num_tokens)
+        previous = self._with_images(previous, request, block)
         return _page_hash(previous, _packed(request.tokens(block * self._page_size, num_tokens)))
 
     def _prompt_hashes(self, request: Request) -> list[bytes]:
         """Return the hashes of a prompt's full pages, computed once for consecutive requests with the same prompt."""
-        prompt, key = request.prompt_token_ids, (request.salt, request.adapter, request.adapter_start)
+        prompt, key = request.prompt_token_ids, (request.salt, request.adapter, request.adapter_start, _images(request))
         if key != self._last_key or (prompt is not self._last_prompt and prompt != self._last_prompt):
             self._last_prompt, self._last_key, self._last_hashes = prompt, key, []
             self._extend(self._last_hashes, request, len(prompt) // self._page_size)
@@ -72,6 +74,8 @@ class PrefixHashes:
             if request.adapter:
                 block = first + index
                 previous = self._with_adapter(previous, request, block, (block + 1) * self._page_size)
+            if request.images:
+                previous = self._with_images(previous, request, first + index)
             previous = _page_hash(previous, token_ids[index * size : (index + 1) * size])
             hashes.append(previous)
 
@@ -90,6 +94,24 @@ class PrefixHashes:
         # Two requests may have the same tokens in a page, some generated, and begin their adapters at different ones.
         named = request.adapter.encode() + pack("i", start)
         return blake2b(previous + named, digest_size=DIGEST_SIZE, person=b"lora").digest()
+
+    def _with_images(self, previous: bytes, request: Request, block: int) -> bytes:
+        """Return the hash before a page, which covers the images that have tokens in it.
+
+        Args:
+            previous: hash of the previous page, the salt or an adapter.
+            request: the request.
+            block: index of the page.
+        """
+        start, end = block * self._page_size, (block + 1) * self._page_size
+        own = [(digest, first) for digest, first, last in _images(request) if first < end and start < last]
+        named = b"".join(digest + pack("i", first) for digest, first in own)
+        return blake2b(previous + named, digest_size=DIGEST_SIZE, person=b"image").digest() if own else previous
+
+
+def _images(request: Request) -> tuple[tuple[bytes, int, int], ...]:
+    """Return each image's digest, and the indices of its first token and after its last."""
+    return tuple((span.image.digest, span.first, span.end) for span in request.images)
 
 
 def _salt_hash(salt: bytes) -> bytes:

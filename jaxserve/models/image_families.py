@@ -1,0 +1,99 @@
+"""Multimodal families: the images that they take, in addition to their text parts (`registry.TEXT_PARTS`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxserve.api.schema import FieldType
+from jaxserve.errors import ConfigError
+from jaxserve.layers.rope import RopeConfig
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.hf_config import COUNT, SWITCH, TABLE, read_fields
+from jaxserve.models.image_input import ImageInput
+from jaxserve.models.vision.tower import read_tower
+
+_SECTIONS = FieldType(
+    "3 sizes", lambda value: isinstance(value, list) and len(value) == 3 and all(map(COUNT.holds, value))
+)
+
+
+class PositionAxes(NamedTuple):
+    """M-RoPE of a family: positions in time, height and width, each of which rotates some pairs.
+
+    Attributes:
+        sections: default number of pairs per axis; None if configs must have it.
+        interleaved: default of `mrope_interleaved`: True if the axes take turns, False if their pairs are contiguous.
+    """
+
+    sections: list[int] | None = None
+    interleaved: bool = False
+
+    def apply(self, arch: ArchConfig, text: Mapping[str, Any]) -> ArchConfig:
+        """Return a text model whose rotations have several axes, as its config specifies."""
+        kinds = {"rope_scaling": TABLE.or_null(), "rope_parameters": TABLE.or_null()}
+        tables = read_fields(text, kinds)
+        defaults = {"mrope_section": self.sections, "mrope_interleaved": self.interleaved}
+        table = {**defaults, **(tables["rope_scaling"] or tables["rope_parameters"] or {})}
+        read = read_fields(table, {"mrope_section": _SECTIONS, "mrope_interleaved": SWITCH})
+        axes = _pair_axes(read["mrope_section"], interleaved=read["mrope_interleaved"])
+
+        def turned(rope: RopeConfig | None) -> RopeConfig | None:
+            return rope and dataclasses.replace(rope, axes=axes)
+
+        for attention in dict.fromkeys(arch.attention_layers):
+            num_pairs = 0 if attention.rope is None else attention.rope.rotated(attention.head_dim) // 2
+            if num_pairs not in (0, len(axes)):
+                raise ConfigError(
+                    f"config.json: mrope_section must sum to the {num_pairs} rotated pairs, got {read['mrope_section']}"
+                )
+        return arch.with_attention(rope=[turned(rope) for rope in arch.ropes])
+
+
+def _pair_axes(sections: list[int], *, interleaved: bool) -> tuple[int, ...]:
+    """Return the axis by which each pair is rotated; interleaved, height and width take every third pair."""
+    if not interleaved:
+        return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = [axis] * len(axes[axis : 3 * sections[axis] : 3])
+    return tuple(axes)
+
+
+class ImageFamily(NamedTuple):
+    """How an architecture takes images.
+
+    Attributes:
+        token_id: default id of the tokens that take embeddings.
+        token_field: field with this id.
+        axes: M-RoPE; None if positions are single numbers.
+    """
+
+    token_id: int
+    token_field: str = "image_token_id"
+    axes: PositionAxes | None = None
+
+    def read(self, config: Mapping[str, Any], arch: ArchConfig, text: Mapping[str, Any]) -> ArchConfig:
+        """Return a text model with the images that it takes.
+
+        Args:
+            config: content of config.json.
+            arch: its text part.
+            text: the text part's fields.
+        """
+        field = {self.token_field: self.token_id, **{k: v for k, v in config.items() if v is not None}}
+        token_id = read_fields(field, {self.token_field: COUNT})[self.token_field]
+        if token_id >= arch.vocab_size:
+            raise ConfigError(
+                f"config.json: {self.token_field} must be below vocab_size {arch.vocab_size}, got {token_id}"
+            )
+        if self.axes is not None:
+            arch = self.axes.apply(arch, text)
+        images = ImageInput(token_id, read_tower(config), has_axes=self.axes is not None)
+        return dataclasses.replace(arch, images=images)
+
+
+IMAGE_FAMILIES: Mapping[str, ImageFamily] = {
+    "LlavaForConditionalGeneration": ImageFamily(32000, "image_token_index"),
+}

@@ -1,0 +1,22 @@
+"""ImageInput: the images that a decoder takes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from jaxserve.models.vision.arch import VisionArch
+
+
+class ImageInput(NamedTuple):
+    """Images that a decoder takes.
+
+    Attributes:
+        token_id: id of the tokens that take an image's embeddings.
+        tower: vision tower that makes them.
+        has_axes: True if the tokens have positions on several axes (M-RoPE).
+    """
+
+    token_id: int
+    tower: VisionArch
+    has_axes: bool = False

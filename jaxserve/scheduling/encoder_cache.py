@@ -1,0 +1,197 @@
+"""EncoderCache: which images' embeddings are on the devices, where, and which images a plan encodes.
+
+The device array has a row per embedding, allocated in blocks. Before a step, the vision tower encodes the images that
+the step's tokens need and that are not cached; content and salt identify an image, so that one that appears again, also
+in another request, is encoded once. A request holds an image from the plan that computes its first token to the plan
+after the one that computes its last; an image that nobody holds stays until others need its blocks, the least recently
+used first.
+
+Limits. A chunk ends before an image that cannot be encoded in this plan: because its blocks are held, or because the
+plan's encoder runs would exceed the tokens that a plan may have, so that they delay decoding rows by no more than a
+step. A plan may always encode one image. Nobody starves: a row that waits for an image has passed all earlier ones and
+holds none, and a row that holds an image can compute its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.errors import RequestError
+from jaxserve.images.prepared import ImageSpan
+from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.step_plan import EncoderRun
+
+BLOCK_ROWS = 16  # embeddings per block
+
+ImageKey = tuple[bytes, bytes]  # digest and salt
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A cached image."""
+
+    blocks: list[int]
+    rows: NDArray[np.int32]
+    num_holders: int = 0
+
+
+class EncoderCache:
+    """Rows of the devices' encoder cache.
+
+    Args:
+        num_rows: capacity in embeddings; 0 without images.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows // BLOCK_ROWS * BLOCK_ROWS
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all images, after a failure."""
+        self._free = list(range(self.num_rows // BLOCK_ROWS - 1, -1, -1))
+        self._entries: dict[ImageKey, _Entry] = {}  # the least recently held first
+        self._passed: list[tuple[Request, int]] = []  # images whose last tokens the current plan computes
+        self._num_encoded = 0  # embeddings that the current plan encodes
+
+    def check_fits(self, request: Request) -> None:
+        """Raise RequestError if one of a request's images is larger than the cache."""
+        largest = max((span.image.num_embeddings for span in request.images), default=0)
+        if largest > self.num_rows:
+            raise RequestError(
+                f"an image may have at most {self.num_rows} tokens, the size of the encoder cache, got {largest}; "
+                "take a smaller image or raise encoder_cache_size"
+            )
+
+    def begin_plan(self) -> None:
+        """Release the images whose last tokens the previous plan has computed."""
+        for request, index in self._passed:
+            if index in request.image_rows:
+                self._release(request, index)
+        self._passed.clear()
+        self._num_encoded = 0
+
+    def num_computable(self, request: Request, start: int, num_tokens: int, max_encoded: int) -> int:
+        """Return how many of a request's next `num_tokens` tokens the current plan can compute, given its images.
+
+        Args:
+            request: running request, or one that starts.
+            start: its first token to compute.
+            num_tokens: tokens wanted.
+            max_encoded: maximum embeddings that the plan may encode, except for its first image.
+        """
+        if not request.images:
+            return num_tokens
+        stop = start + num_tokens
+        num_encoded, num_blocks = self._num_encoded, self._num_available
+        for index, span in _touched(request, start, stop):
+            if index in request.image_rows:
+                continue
+            size, entry = span.image.num_embeddings, self._entries.get(_key(request, span))
+            if entry is None:
+                num_blocks -= _num_blocks(size)
+                if num_blocks < 0 or (num_encoded and num_encoded + size > max_encoded):
+                    stop = max(span.first, start)
+                    break
+                num_encoded += size
+            elif not entry.num_holders:
+                num_blocks -= len(entry.blocks)
+                if num_blocks < 0:
+                    stop = max(span.first, start)
+                    break
+        # A last token alone counts as decoded, and programs for decoding rows take no images.
+        if stop == request.num_tokens - 1 and request.images[-1].end == request.num_tokens:
+            stop -= 1
+        return max(stop - start, 0)
+
+    def compute(self, request: Request, start: int, stop: int) -> list[EncoderRun]:
+        """Hold the images of tokens that the current plan computes; return those that it must encode first.
+
+        Args:
+            request: running request.
+            start: its first token in the plan.
+            stop: token after the last one in the plan.
+        """
+        if not request.images:
+            return []
+        runs, touched = list[EncoderRun](), _touched(request, start, stop)
+        new = [(index, span) for index, span in touched if index not in request.image_rows]
+        # First those that are cached, whose blocks the others could take.
+        for index, span in sorted(new, key=lambda each: _key(request, each[1]) not in self._entries):
+            runs += self._hold(request, index, span)
+        self._passed += [(request, index) for index, span in touched if stop >= span.end]
+        return runs
+
+    def stop(self, request: Request) -> None:
+        """Release the images of a request that no longer runs."""
+        for index in list(request.image_rows):
+            self._release(request, index)
+
+    @property
+    def _num_available(self) -> int:
+        """Blocks that are free or whose images nobody holds."""
+        return len(self._free) + sum(len(each.blocks) for each in self._entries.values() if not each.num_holders)
+
+    def _hold(self, request: Request, index: int, span: ImageSpan) -> list[EncoderRun]:
+        """Hold an image for a request; return the run that encodes it if it is not cached."""
+        key = _key(request, span)
+        entry, runs = self._entries.pop(key, None), list[EncoderRun]()
+        if entry is None:
+            size = span.image.num_embeddings
+            blocks = self._take(_num_blocks(size))
+            rows = np.add.outer(np.array(blocks) * BLOCK_ROWS, np.arange(BLOCK_ROWS)).ravel()[:size]
+            entry = _Entry(blocks, rows.astype(np.int32))
+            runs.append(EncoderRun(span.image, entry.rows))
+            self._num_encoded += size
+        self._entries[key] = entry
+        entry.num_holders += 1
+        request.image_rows[index] = entry.rows
+        return runs
+
+    def _take(self, num_blocks: int) -> list[int]:
+        """Return free blocks, after dropping images that nobody holds until there are enough."""
+        idle = iter([key for key, entry in self._entries.items() if not entry.num_holders])
+        while len(self._free) < num_blocks:
+            self._free += self._entries.pop(next(idle)).blocks
+        return [self._free.pop() for _ in range(num_blocks)]
+
+    def _release(self, request: Request, index: int) -> None:
+        """Stop holding an image for a request."""
+        del request.image_rows[index]
+        self._entries[_key(request, request.images[index])].num_holders -= 1
+
+    def forget_idle(self) -> None:
+        """Drop the images that nobody holds, as after a change of weights."""
+        for key in [key for key, entry in self._entries.items() if not entry.num_holders]:
+            self._free += self._entries.pop(key).blocks
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Assert that blocks are conserved and that each image is held by the running requests that have its rows."""
+        blocks = [*self._free, *(block for entry in self._entries.values() for block in entry.blocks)]
+        assert sorted(blocks) == list(range(self.num_rows // BLOCK_ROWS)), f"blocks are lost or shared: {blocks}"
+        counts: dict[ImageKey, int] = {}
+        for request in running:
+            for index, rows in request.image_rows.items():
+                key = _key(request, request.images[index])
+                assert rows is self._entries[key].rows, f"{request.request_id} has another image's rows"
+                counts[key] = counts.get(key, 0) + 1
+        held = {key: entry.num_holders for key, entry in self._entries.items() if entry.num_holders}
+        assert held == counts, f"images are held {held}, counted as {counts}"
+
+
+def _key(request: Request, span: ImageSpan) -> ImageKey:
+    """Return the key of a request's image: requests with different salts share nothing."""
+    return span.image.digest, request.salt
+
+
+def _num_blocks(num_rows: int) -> int:
+    """Return the blocks for a number of embeddings."""
+    return -(-num_rows // BLOCK_ROWS)
+
+
+def _touched(request: Request, start: int, stop: int) -> list[tuple[int, ImageSpan]]:
+    """Return a request's images that have embeddings among its tokens [start, stop), with their indices."""
+    return [(index, span) for index, span in enumerate(request.images) if span.first < stop and start < span.end]
