@@ -31,6 +31,43 @@ def fixed_size_features(model: Any, images: list[tuple[Grid, np.ndarray]]) -> li
     return model.get_image_features(pixels).pooler_output
 
 
+def sized_features(model: Any, images: list[tuple[Grid, np.ndarray]]) -> list[Any]:
+    """Return the embeddings of images padded to one size, which have their sizes with them."""
+    pixels = [raster_pixels(patches, grid) for grid, patches in images]
+    sizes = torch.tensor([image.shape[1:] for image in pixels])
+    batch = torch.zeros((len(pixels), 3, *sizes.amax(dim=0).tolist()))
+    for image, (height, width), own in zip(batch, sizes.tolist(), pixels, strict=True):
+        image[:, :height, :width] = own
+    return model.get_image_features(batch, image_sizes=sizes).pooler_output
+
+
+def positioned_features(model: Any, images: list[tuple[Grid, np.ndarray]]) -> list[Any]:
+    """Return the embeddings of images in padded lists of patches, which have their positions with them."""
+    size = max(len(patches) for _, patches in images)
+    batch, positions = torch.zeros((len(images), size, images[0][1].shape[1])), torch.full((len(images), size, 2), -1)
+    for index, (grid, patches) in enumerate(images):
+        batch[index, : len(patches)] = torch.tensor(patches)
+        positions[index, : len(patches)] = torch.tensor(np.indices(grid)[::-1].reshape(2, -1).T.copy())
+    return model.get_image_features(batch, image_position_ids=positions).pooler_output
+
+
+def _grids(images: list[tuple[Grid, np.ndarray]]) -> Any:
+    """Return the patches of images, and their frames, rows and columns, as the Qwen families take them."""
+    patches = torch.tensor(np.concatenate([patches for _, patches in images]))
+    return patches, torch.tensor([[1, *grid] for grid, _ in images])
+
+
+def qwen_features(model: Any, images: list[tuple[Grid, np.ndarray]]) -> list[Any]:
+    """Return the embeddings of images, followed by DeepStack's features."""
+    output = model.get_image_features(*_grids(images))
+    parts = [output.pooler_output, *(getattr(output, "deepstack_features", None) or [])]
+    return [torch.cat([torch.cat(list(part)) for part in parts], dim=1)]
+
+
+_BUFFERS = {"input_min": -0.75, "input_max": 1.0, "output_min": -0.5, "output_max": 0.4, "std_bias": 0.3}
+_BUFFERS["std_scale"] = 1.7
+
+
 @dataclass(frozen=True)
 class VisionFamily:
     """A family's tiny checkpoint.
@@ -67,6 +104,10 @@ class VisionFamily:
         model_class = getattr(transformers, f"{self.name}ForConditionalGeneration")
         model = model_class._from_config(config, dtype=torch.float32).eval()
         checkpoints.randomize(model)
+        for name, buffer in model.named_buffers():  # bounds within which most values are, and factors
+            _, _, last = name.rpartition(".")
+            if last in _BUFFERS:
+                buffer.fill_(_BUFFERS[last])
         model.save_pretrained(path)
         return model
 
@@ -76,6 +117,18 @@ class VisionFamily:
             return torch.cat(list(self.features(model, images))).numpy()
 
 
+QWEN = {"depth": 4, "num_heads": 2, "patch_size": 4}
+_QWEN_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+_QWEN_TEXT = {**checkpoints.SIZES, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
+_QWEN_GRIDS = ((2, 2), (6, 10), (18, 4), (2, 34), (12, 8))
+QWEN2_5 = {**QWEN, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 24}
+QWEN2_5["fullatt_block_indexes"] = [1, 3]
+QWEN3 = {**QWEN, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 25}
+PIXTRAL = {"model_type": "pixtral", **SIZES, "image_size": 32, "patch_size": 4}
+GEMMA4 = {**SIZES, "head_dim": 12, "num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 16}
+_MISTRAL, _MISTRAL_TEXT = {"image_token_index": 5}, {**checkpoints.SIZES, "model_type": "mistral"}
+_GEMMA4, _GEMMA4_TEXT = {"audio_config": None}, {**checkpoints.SIZES, "model_type": "gemma4_text"}
+_GEMMA4_TEXT |= {"vocab_size_per_layer_input": 131, "hidden_size_per_layer_input": 8}
 _LLAVA = {"image_token_index": 5, "image_seq_length": 25}
 FAMILIES = {
     "llava": VisionFamily("Llava", CLIP, ((5, 5),) * 3, fixed_size_features, _LLAVA),
@@ -87,4 +140,28 @@ FAMILIES = {
         *("Llava", SIGLIP, ((5, 5),) * 2, fixed_size_features),
         {**_LLAVA, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
     ),
+    "llava_pixtral": VisionFamily(
+        *("Llava", PIXTRAL, ((3, 5), (1, 2), (4, 4)), sized_features),
+        {**_LLAVA, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
+    "mistral3": VisionFamily("Mistral3", PIXTRAL, ((2, 6), (4, 4), (6, 2)), sized_features, _MISTRAL, _MISTRAL_TEXT),
+    "gemma3": VisionFamily(
+        *("Gemma3", SIGLIP | {"image_size": 24}, ((6, 6),) * 2, fixed_size_features),
+        *({"mm_tokens_per_image": 9}, {**checkpoints.SIZES, "model_type": "gemma3_text"}),
+    ),
+    "gemma4": VisionFamily("Gemma4", GEMMA4, ((6, 9), (3, 3), (3, 12)), positioned_features, _GEMMA4, _GEMMA4_TEXT),
+    "gemma4_clipped": VisionFamily(
+        *("Gemma4", GEMMA4 | {"use_clipped_linears": True, "standardize": True}, ((3, 6),), positioned_features),
+        *(_GEMMA4, _GEMMA4_TEXT),
+    ),
+    "qwen2_vl": VisionFamily(
+        *("Qwen2VL", {**QWEN, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}, _QWEN_GRIDS, qwen_features),
+        *(_QWEN_TOKENS, _QWEN_TEXT),
+    ),
+    "qwen2_5_vl": VisionFamily("Qwen2_5_VL", QWEN2_5, _QWEN_GRIDS, qwen_features, _QWEN_TOKENS, _QWEN_TEXT),
+    "qwen3_vl": VisionFamily(
+        *("Qwen3VL", QWEN3 | {"deepstack_visual_indexes": [0, 2]}, _QWEN_GRIDS, qwen_features),
+        *(_QWEN_TOKENS, _QWEN_TEXT),
+    ),
+    "qwen3_5": VisionFamily("Qwen3_5", QWEN3, _QWEN_GRIDS, qwen_features, _QWEN_TOKENS, _QWEN_TEXT),
 }

@@ -261,11 +261,15 @@ def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT])
 
 
 def _with_matrix_axes(specs: Sequence[TensorRow], tensors: dict[str, TensorT]) -> dict[str, TensorT]:
-    """Return tensors, with stacked matrices transposed if files store them transposed.
+    """Return tensors, with stacked matrices transposed if files store them transposed, and scalars as vectors.
 
     Published checkpoints of some models do, unlike checkpoints that transformers writes for the same models.
     """
     for row in specs:
+        for name in row.hf_names if len(row.shape) == 1 else ():
+            scalar: Any = tensors.get(name)
+            if scalar is not None and tuple(scalar.shape) == ():
+                tensors[name] = scalar.reshape(1)
         for name, (count, *sides) in hf_shapes(row).items() if row.stacked else ():
             tensor: Any = tensors.get(name)
             if tensor is not None and tuple(tensor.shape) == (count, *sides[::-1]) and sides != sides[::-1]:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from synthetic import random_model
+
 TINY = {  # knows 40 tokens
     "vocab_size": 40,
     "hidden_size": 128,
@@ -19,13 +21,7 @@ TINY = {  # knows 40 tokens
     "rope_theta": 1e9,
     "max_position_embeddings": 512,
 }
-HALF_BILLION = {  # Qwen2.5-0.5B's layers, with a smaller vocabulary, as in `random_model`; knows 20 tokens
-    "vocab_size": 8192,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
+HALF_BILLION = random_model.HALF_BILLION | {  # knows 20 tokens
     "head_dim": 64,
     "rope_theta": 1e12,
     "max_position_embeddings": 4096,

@@ -48,7 +48,7 @@ def test_endless_grammar_is_ended_by_killing_its_process(
         compile_form(compiler, "", json=ENDLESS)
     assert not child.is_running()
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "_new_process", None)  # the refusal is remembered
+        patch.setattr(trial, "ChildProcess", None)  # the refusal is remembered
         with pytest.raises(RequestError, match=r"must compile in 0\.2 s"):
             compile_form(compiler, "", json=ENDLESS)
     monkeypatch.setattr(trial, "COMPILE_S", 30.0)

@@ -36,9 +36,12 @@ class VisionArch:
         feature_layers: hidden states that the projector reads, each by the index of the layer after it.
         merge_size: patch rows, and columns, that share an embedding.
         rope_theta: 2-D RoPE base; None without RoPE.
-        window: patch rows, and columns, in a window; None if layers attend to whole images.
+        window: embedding rows, and columns, in a window; None if layers attend to whole images.
         full_layers: layers that attend to whole images, if others have windows.
         position_side: rows, and columns, in the grid of learned position embeddings; None without.
+        has_final_norm: True if the projector reads normed hidden states.
+        is_clipped: True if matrices have bounds for their inputs and outputs.
+        is_standardized: True if pooled hidden states are shifted and scaled.
         projector_activation: the projector's activation.
         projector_bias: True if the projector's matrices have biases.
         projector_eps: epsilon of the projector's norm.
@@ -67,6 +70,9 @@ class VisionArch:
     window: int | None = None
     full_layers: tuple[int, ...] = ()
     position_side: int | None = None
+    has_final_norm: bool = False
+    is_clipped: bool = False
+    is_standardized: bool = False
     projector_activation: str = "gelu"
     projector_bias: bool = True
     projector_eps: float = 1e-6

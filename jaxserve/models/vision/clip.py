@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import POSITION_EMBED, Params, ParamSpec
 from jaxserve.models.vision import encoder
 from jaxserve.models.vision.arch import VisionArch
-from jaxserve.models.vision.encoder import Encoder, unfolded
+from jaxserve.models.vision.encoder import Encoder, unfolded, with_unread
 from jaxserve.models.vision.inputs import EncoderInputs
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels")
@@ -83,10 +82,18 @@ def _specs(arch: VisionArch) -> list[ParamSpec]:
         specs += rows.norm("embed_norm", "pre_layrnorm", D, _NORM)
     else:
         specs.append(rows.vector("patch_bias", None, [f"{kernel}.bias"], [D], "zeros"))
-    after = rows.norm("norm", "post_layernorm", D, _NORM)
-    uncomputed = [*_layers(arch, range(arch.num_layers, arch.num_stored_layers)), *after]
-    specs[0] = replace(specs[0], unread=tuple(name for spec in uncomputed for name in spec.hf_names))
-    return specs + _layers(arch, range(arch.num_layers))
+    final_norm = rows.norm("final_norm", "post_layernorm", D, _NORM)
+    uncomputed = _layers(arch, range(arch.num_layers, arch.num_stored_layers)) + _head(rows, D)
+    uncomputed += [] if arch.has_final_norm else final_norm
+    specs[0] = with_unread(specs[0], uncomputed)
+    return specs + _layers(arch, range(arch.num_layers)) + (final_norm if arch.has_final_norm else [])
+
+
+def _head(rows: Rows, hidden_size: int) -> list[ParamSpec]:
+    """Return the ParamSpecs for SigLIP's pooling head, which makes one vector per image and is not computed."""
+    parts = ("attention.in_proj_", "attention.out_proj.", "layernorm.", "mlp.fc1.", "mlp.fc2.")
+    names = ["head.probe", *(f"head.{part}{end}" for part in parts for end in _NORM)]
+    return [rows.vector("head", None, names, [hidden_size] * len(names), "zeros")]
 
 
 def _layers(arch: VisionArch, indices: Iterable[int]) -> list[ParamSpec]:

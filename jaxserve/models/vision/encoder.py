@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
+from numpy.typing import NDArray
 
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import activation_function, is_gated
@@ -34,6 +35,8 @@ class Encoder:
         operands: function from VisionArch, image grids and bucket to EncoderInputs fields.
         embed: function from parameters, VisionArch and EncoderInputs to the first layer's inputs [T, D].
         norm: norm function for all layers.
+        order: function from VisionArch and an image's grid to the index of each patch, in the encoder's order; None for
+            the processor's order.
         layer: one layer: parameters, hidden states [T, D], rope [2, T, half] or None, spans [2, T], `arch` and `norm`.
         rope: function from VisionArch and EncoderInputs to all layers' rope.
     """
@@ -45,6 +48,7 @@ class Encoder:
     layer: Callable[..., Float[Array, "T D"]]
     operands: Callable[[VisionArch, Sequence[Grid], int], dict[str, Any]] = lambda *_: {}
     rope: Callable[[VisionArch, EncoderInputs], Float[Array, "2 T half"] | None] = lambda *_: None
+    order: Callable[[VisionArch, Grid], NDArray[np.int32] | None] = lambda *_: None
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,11 @@ def rope_table(positions: Int[Array, "P 2"], frequencies: Float[Any, "2 pairs"])
     angles = positions.astype(jnp.float32)[:, :, None] * jnp.asarray(frequencies)[None]
     angles = angles.reshape(len(positions), -1)
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
+
+
+def with_unread(spec: ParamSpec, uncomputed: Iterable[ParamSpec]) -> ParamSpec:
+    """Return a spec that lists other tensors as unread, as checkpoints may have them."""
+    return replace(spec, unread=tuple(name for each in uncomputed for name in each.hf_names))
 
 
 def unfolded(kernel: Float[Array, "D *S"]) -> Float[Array, "D S"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,19 +61,74 @@ class Packed(NamedTuple):
         """Put images one after the other."""
         return cls(grids, np.cumsum([0, *(rows * columns for rows, columns in grids)], dtype=np.int32))
 
+    def images(self) -> Iterator[tuple[int, int, Grid]]:
+        """Yield each image's first patch, the one after its last, and its grid."""
+        bounds = map(int, self.starts)
+        start = next(bounds)
+        for grid, end in zip(self.grids, bounds, strict=True):
+            yield start, end, grid
+            start = end
+
     def spans(self, num_patches: int) -> NDArray[np.int32]:
         """Return each patch's span [2, P], which is its image; padding sees itself."""
         spans = np.stack([np.arange(num_patches), np.arange(1, num_patches + 1)]).astype(np.int32)
-        for start, end in zip(self.starts, self.starts[1:], strict=False):
+        for start, end, _ in self.images():
             spans[:, start:end] = [[start], [end]]
         return spans
 
 
-def join_patches(arch: VisionArch, images: Sequence[NDArray[np.float32]], num_patches: int) -> NDArray[np.float32]:
-    """Return all images' patches, then zeros, as [num_patches, S]."""
+def blocks(grids: Sequence[Grid], side: int, num_blocks: int) -> NDArray[np.int32]:
+    """Return the patches [num_blocks, side * side] in square blocks, given patches in raster order.
+
+    Rows and columns that do not fill a block are left out.
+    """
+    index = np.zeros((num_blocks, side * side), np.int32)
+    filled = 0
+    for start, end, (rows, columns) in Packed.join(grids).images():
+        patches = np.arange(start, end, dtype=np.int32).reshape(rows, columns)
+        patches = patches[: rows // side * side, : columns // side * side]
+        own = patches.reshape(rows // side, side, columns // side, side).swapaxes(1, 2).reshape(-1, side * side)
+        index[filled : filled + len(own)] = own
+        filled += len(own)
+    return index
+
+
+def axis_taps(
+    index: NDArray[np.int32], size: int, side: int, *, align_corners: bool
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return the two elements [N, 2] around positions on an axis, and their weights for linear interpolation.
+
+    Args:
+        index: positions, below `size`.
+        size: length of the axis.
+        side: length to which the interpolated elements are stretched.
+        align_corners: True if the axes' ends coincide; False if elements have a width.
+    """
+    position = index.astype(np.float32)
+    if align_corners:
+        source = position * np.float32(side - 1) / np.float32(max(size - 1, 1))
+    else:
+        source = (position + np.float32(0.5)) * np.float32(side) / np.float32(size) - np.float32(0.5)
+    floor = np.floor(source)[:, None]
+    taps = floor + np.arange(2, dtype=np.float32)
+    weight = np.clip(1 - np.abs(source[:, None] - taps), 0, None).astype(np.float32)
+    return np.clip(taps, 0, side - 1).astype(np.int32), weight
+
+
+def join_patches(
+    arch: VisionArch,
+    images: Sequence[NDArray[np.float32]],
+    orders: Sequence[NDArray[np.int32] | None],
+    num_patches: int,
+) -> NDArray[np.float32]:
+    """Return all images' patches, each in its order, then zeros, as [num_patches, S]."""
     joined = np.zeros((num_patches, arch.patch_size), np.float32)
     start = 0
-    for patches in images:
-        joined[start : start + len(patches)] = patches
+    for patches, order in zip(images, orders, strict=True):
+        own = joined[start : start + len(patches)]
+        if order is None:
+            own[:] = patches
+        else:
+            np.take(patches, order, axis=0, out=own)
         start += len(patches)
     return joined

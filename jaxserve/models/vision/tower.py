@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,27 +13,71 @@ from numpy.typing import NDArray
 
 from jaxserve.models.hf_config import SIZE, TABLE, HfConfig, one_of, read_field, read_fields
 from jaxserve.models.params import Params, ParamSpec
-from jaxserve.models.vision import clip, llava
+from jaxserve.models.vision import clip, gemma, llava, pixtral, qwen
 from jaxserve.models.vision.arch import VisionArch
 from jaxserve.models.vision.encoder import Encoder, Projector, hidden_states
 from jaxserve.models.vision.inputs import EncoderInputs, Grid, Packed, join_patches
 
-ENCODERS: Mapping[str, Encoder] = {  # key: `model_type` in vision_config
-    "clip_vision_model": clip.CLIP,
-    "siglip_vision_model": clip.SIGLIP,
+ENCODERS: Mapping[str, Encoder] = {
+    "clip": clip.CLIP,
+    "siglip": clip.SIGLIP,
+    "pixtral": pixtral.PIXTRAL,
+    "gemma4": gemma.GEMMA4_ENCODER,
+    "qwen2_vl": qwen.QWEN2_VL,
+    "qwen2_5_vl": qwen.QWEN2_5_VL,
+    "qwen3_vl": qwen.QWEN3_VL,
 }
-PROJECTORS: Mapping[str, Projector] = {  # key: architecture
-    "LlavaForConditionalGeneration": llava.LLAVA,
+PROJECTORS: Mapping[str, Projector] = {
+    "llava": llava.LLAVA,
+    "mistral3": pixtral.MISTRAL3,
+    "gemma3": gemma.GEMMA3,
+    "gemma4": gemma.GEMMA4,
+    "merger": qwen.MERGER,
+    "rms_merger": qwen.RMS_MERGER,
+}
+
+
+class _Family(NamedTuple):
+    """Towers in an architecture.
+
+    Attributes:
+        projector: key in PROJECTORS.
+        encoders: keys in ENCODERS, by `model_type` in vision_config; the first one is the default.
+        has_any_type: True if there is one encoder, whatever `model_type` is.
+    """
+
+    projector: str
+    encoders: Mapping[str, str]
+    has_any_type: bool = False
+
+
+def _one(projector: str, encoder: str) -> _Family:
+    """Return the family with one encoder, whose `model_type` differs between versions."""
+    return _Family(projector, {encoder: encoder}, has_any_type=True)
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "LlavaForConditionalGeneration": _Family(
+        "llava", {"clip_vision_model": "clip", "siglip_vision_model": "siglip", "pixtral": "pixtral"}
+    ),
+    "Mistral3ForConditionalGeneration": _Family("mistral3", {"pixtral": "pixtral"}),
+    "Gemma3ForConditionalGeneration": _Family("gemma3", {"siglip_vision_model": "siglip"}),
+    "Gemma4ForConditionalGeneration": _one("gemma4", "gemma4"),
+    "Qwen2VLForConditionalGeneration": _one("merger", "qwen2_vl"),
+    "Qwen2_5_VLForConditionalGeneration": _one("rms_merger", "qwen2_5_vl"),
+    "Qwen3VLForConditionalGeneration": _one("merger", "qwen3_vl"),
+    "Qwen3VLMoeForConditionalGeneration": _one("merger", "qwen3_vl"),
+    "Qwen3_5ForConditionalGeneration": _one("merger", "qwen3_vl"),
+    "Qwen3_5MoeForConditionalGeneration": _one("merger", "qwen3_vl"),
 }
 # Prefixes in tensor names.
 PREFIXES = tuple(f"model.{part}" for part in ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision."))
-_DEFAULT_ENCODERS = {"LlavaForConditionalGeneration": "clip_vision_model"}
 
 
 def has_tower(config: HfConfig) -> bool:
     """Return whether a config.json describes a model with a supported vision tower."""
     names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and names[0] in PROJECTORS
+    return isinstance(names, list) and bool(names) and names[0] in _FAMILIES
 
 
 def read_tower(config: HfConfig) -> VisionArch:
@@ -41,14 +86,15 @@ def read_tower(config: HfConfig) -> VisionArch:
     Raises:
         ConfigError: a setting in `vision_config` or for the projector is not supported.
     """
-    architecture = config["architectures"][0]
-    tables = read_fields(config, {"vision_config": TABLE, "text_config": TABLE})
-    vision = {"model_type": _DEFAULT_ENCODERS[architecture], **tables["vision_config"]}
-    name = read_field(vision, "model_type", one_of(ENCODERS))
-    fields = ENCODERS[name].parse(vision)
-    fields["out_size"] = read_field({"hidden_size": 4096, **tables["text_config"]}, "hidden_size", SIZE)
-    fields |= PROJECTORS[architecture].parse(config, fields)
-    return VisionArch(encoder=name, projector=architecture, **fields)
+    family = _FAMILIES[config["architectures"][0]]
+    tables = read_fields({"text_config": config, **config}, {"vision_config": TABLE, "text_config": TABLE})
+    vision, text = tables["vision_config"], tables["text_config"]
+    default = next(iter(family.encoders))
+    kind = default if family.has_any_type else vision.get("model_type", default)
+    encoder = family.encoders[read_field({"model_type": kind}, "model_type", one_of(family.encoders))]
+    fields = {**ENCODERS[encoder].parse(vision), "out_size": read_field(text, "hidden_size", SIZE.or_null()) or 4096}
+    fields |= PROJECTORS[family.projector].parse(config, fields)
+    return VisionArch(encoder=encoder, projector=family.projector, **fields)
 
 
 def tower_specs(arch: VisionArch) -> list[ParamSpec]:
@@ -73,7 +119,8 @@ def pack(
     size = num_patches or arch.bucket(int(Packed.join(grids).starts[-1]))
     operands = ENCODERS[arch.encoder].operands(arch, grids, size)
     operands |= PROJECTORS[arch.projector].operands(arch, grids, size)
-    return EncoderInputs(join_patches(arch, [patches for _, patches in images], size), **operands)
+    orders = [ENCODERS[arch.encoder].order(arch, grid) for grid in grids]
+    return EncoderInputs(join_patches(arch, [patches for _, patches in images], orders, size), **operands)
 
 
 def encode(params: Params, arch: VisionArch, inputs: EncoderInputs) -> Float[Array, "E out"]:

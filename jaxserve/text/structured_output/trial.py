@@ -10,22 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
-import selectors
 import signal
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from collections import Counter, OrderedDict, defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.errors import RequestError
-from jaxserve.system.environment import child_variables
+from jaxserve.system.child_process import ChildProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,34 +78,22 @@ class Child:
 
     def __init__(self, start: bytes) -> None:
         self._start = start
-        self._process: subprocess.Popen[bytes] | None = None
-        self._at_end: weakref.finalize[..., Any] | None = None  # ends the process with this object or at exit
+        self._process: ChildProcess | None = None
 
     def compile(self, grammar: str) -> Cost:
         """Compile a grammar in the process, and return its cost; RequestError if it is refused or exceeds a limit."""
-        line = json.dumps(grammar).encode() + b"\n"
-        if self._process is None or self._process.poll() is not None:
-            self.end()  # closes the pipes if it has already ended
-            self._process = _new_process()
-            self._at_end = weakref.finalize(self, _end, self._process)
-            self._write(self._start)
-            if self._read(START_S) is None:
-                self.end()
-                logger.warning("%s has not started in %g s, or has ended; run it to see its error", _SCRIPT, START_S)
-                raise BusyError(
-                    "structured_outputs must be compiled by a process of their own, which does not start; try again, "
-                    "and see the log if it fails again"
-                )
-        self._write(line)
-        answer = self._read(PATIENCE * COMPILE_S)
-        if answer is None:
-            is_late = self._process.poll() in (None, -signal.SIGXCPU)
+        process = self._started()
+        process.write(json.dumps(grammar).encode() + b"\n")
+        line = process.read_line(PATIENCE * COMPILE_S)
+        if line is None:
+            is_late = process.status in (None, -signal.SIGXCPU)
             self.end()
             limit = f"in {COMPILE_S:g} s" if is_late else f"within {COMPILE_BYTES >> 20} MiB of memory"
             raise TooLongError(
                 f"structured_outputs must compile {limit}, this takes more; leave out optional properties, patterns or "
                 "alternatives"
             )
+        answer: dict[str, Any] = json.loads(line)
         if answer["kept_bytes"] > MAX_KEPT_BYTES:
             self.end()
         if answer["reason"]:
@@ -119,36 +102,28 @@ class Child:
 
     def end(self) -> None:
         """Kill the compiling process; the next grammar starts a new one."""
+        if self._process is not None:
+            self._process.kill()
         self._process = None
-        if self._at_end is not None:
-            self._at_end()
 
-    def _write(self, line: bytes) -> None:
-        """Write a line to the process's input."""
-        assert self._process is not None, "it was started"
-        assert self._process.stdin is not None, "it has pipes"
-        with suppress(OSError):  # reading the answer shows whether it has ended
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-
-    def _read(self, timeout_s: int | float) -> dict[str, Any] | None:
-        """Return the process's next answer; None if it does not come in time, or if the process has ended."""
-        assert self._process is not None, "it was started"
-        assert self._process.stdout is not None, "it has pipes"
-        output, data = self._process.stdout, b""
-        until_s = time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(output, selectors.EVENT_READ)
-            while not data.endswith(b"\n"):
-                if not selector.select(until_s - time.monotonic()):
-                    return None
-                part = os.read(output.fileno(), 65536)
-                if not part:
-                    self._process.wait()
-                    return None
-                data += part
-        answer: dict[str, Any] = json.loads(data)
-        return answer
+    def _started(self) -> ChildProcess:
+        """Return the process, started if it does not run; BusyError if it cannot start."""
+        if self._process is not None and self._process.status is None:
+            return self._process
+        self.end()  # closes the pipes if it has already ended
+        try:
+            self._process = process = ChildProcess(_SCRIPT, RAYON_NUM_THREADS="1")
+        except OSError as error:
+            raise BusyError(f"structured_outputs need a process of their own to compile, but: {error}") from error
+        process.write(self._start)
+        if process.read_line(START_S) is None:
+            self.end()
+            logger.warning("%s has not started in %g s, or has ended; run it to see its error", _SCRIPT, START_S)
+            raise BusyError(
+                "structured_outputs must be compiled by a process of their own, which does not start; try again, and "
+                "see the log if it fails again"
+            )
+        return process
 
 
 class Trials:
@@ -236,29 +211,3 @@ class Trials:
             return self._num_running[name], self._used_s[name]
 
         return all(rank(tenant) <= rank(other) for other in self._waiting if other != tenant)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process, and close its pipes."""
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
-
-
-def _new_process() -> subprocess.Popen[bytes]:
-    """Start a compiling process; BusyError if the system refuses it."""
-    # Imports come from this process's path, not from the script's directory, whose modules would shadow others.
-    path = os.pathsep.join(filter(None, sys.path))
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=child_variables(PYTHONPATH=path, RAYON_NUM_THREADS="1"),
-        )
-    except OSError as error:
-        raise BusyError(f"structured_outputs need a process of their own to compile, but: {error}") from error

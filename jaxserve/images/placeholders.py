@@ -1,0 +1,125 @@
+"""Placeholders: the tokens that stand for images in prompts, one per image or already expanded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.errors import RequestError
+from jaxserve.images.prepared import ImageSpan, PreparedImage
+
+TokenIds = list[int]
+
+
+@dataclass(frozen=True)
+class Placeholders:
+    """A family's tokens for images.
+
+    Attributes:
+        token_id: placeholder, and the id of all tokens that take an embedding.
+        before: tokens before an image's own, which are inserted if they are missing.
+        after: likewise, after them.
+        row_end: token after each row of embeddings but the last; None without.
+        image_end: token after the last row.
+        block_size: side of the patch blocks that become one embedding, if rows end in tokens.
+        written: text in a rendered chat, or in a text prompt, that stands for an image, if it is not the placeholder.
+        encoded: text that replaces it before the text is encoded.
+    """
+
+    token_id: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    row_end: int | None = None
+    image_end: int = 0
+    block_size: int = 1
+    written: str = ""
+    encoded: str = ""
+
+    def tokens(self, image: PreparedImage) -> tuple[TokenIds, NDArray[np.int32]]:
+        """Return the tokens of one image, and the indices of those that take an embedding."""
+        if self.row_end is None:
+            count = image.num_embeddings
+            return [self.token_id] * count, np.arange(count, dtype=np.int32)
+        rows, columns = (side // self.block_size for side in image.grid)
+        token_ids = ([self.token_id] * columns + [self.row_end]) * rows
+        token_ids[-1] = self.image_end
+        indices = np.arange(rows * columns, dtype=np.int32)
+        return token_ids, indices + indices // np.int32(columns)
+
+    def expand(self, token_ids: TokenIds, images: Sequence[PreparedImage]) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
+        """Return a prompt in which each image has all its tokens, and the images' positions.
+
+        Args:
+            token_ids: prompt with one placeholder per image, or one that is already expanded.
+            images: its images, in order.
+
+        Raises:
+            RequestError: it has another number of placeholders.
+        """
+        found = np.flatnonzero(np.asarray(token_ids, np.int64) == self.token_id).tolist()
+        made = [self.tokens(image) for image in images]
+        if (spans := self._expanded(token_ids, found, images, made)) is not None:
+            return token_ids, spans
+        if len(found) != len(images):
+            sizes = ", ".join(str(image.num_embeddings) for image in images)
+            expanded = f", or {sizes} of them in a prompt that is already expanded" if images else ""
+            raise RequestError(
+                f"a prompt must have one placeholder, token id {self.token_id}, per image, got {len(found)} of them in "
+                f"the prompt and {len(images)} images in multi_modal_data{expanded}"
+            )
+        result: TokenIds = []
+        placed, end = [], 0
+        for index, image, (own, indices) in zip(found, images, made, strict=True):
+            result += token_ids[end:index]
+            if self.before and tuple(result[-len(self.before) :]) != self.before:
+                result += self.before
+            placed.append(ImageSpan(image, len(result), indices))
+            result += own
+            end = index + 1
+            if self.after and tuple(token_ids[end : end + len(self.after)]) != self.after:
+                result += self.after
+        return result + token_ids[end:], tuple(placed)
+
+    def _expanded(
+        self,
+        token_ids: TokenIds,
+        found: Sequence[int],
+        images: Sequence[PreparedImage],
+        made: Sequence[tuple[TokenIds, NDArray[np.int32]]],
+    ) -> tuple[ImageSpan, ...] | None:
+        """Return the images' positions in a prompt that has all their tokens; None if it has not.
+
+        Args:
+            token_ids: prompt.
+            found: indices of its placeholders.
+            images: its images.
+            made: their tokens, from `tokens`.
+        """
+        if len(found) != sum(len(indices) for _, indices in made):
+            return None
+        placed, next_found = [], 0
+        for image, (own, indices) in zip(images, made, strict=True):
+            start = found[next_found]
+            if token_ids[start : start + len(own)] != own:
+                return None
+            placed.append(ImageSpan(image, start, indices))
+            next_found += len(indices)
+        return tuple(placed)
+
+    def replaced(self, text: str, marked: str) -> tuple[str, str]:
+        """Return a text, and its copy in which client-written special tokens are marked, ready to be encoded.
+
+        Args:
+            text: rendered chat, or a text prompt.
+            marked: the same text with stand-ins for some characters; only its special tokens are placeholders.
+        """
+        if not self.written or self.written not in marked:
+            return text, marked
+        parts, start = [], 0
+        while (index := marked.find(self.written, start)) >= 0:
+            parts += [text[start:index], self.encoded]
+            start = index + len(self.written)
+        return "".join([*parts, text[start:]]), marked.replace(self.written, self.encoded)

@@ -1,0 +1,124 @@
+"""Image files from outside: decoded as Pillow decodes them, or refused; the decoders always serve the next file."""
+
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxserve.errors import RequestError
+from jaxserve.images import decoding
+from jaxserve.images.decoding import Decoders
+from jaxserve.images.processor import as_rgb
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (23, 31, 3), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def decoders() -> Iterator[Decoders]:
+    decoders = Decoders()
+    yield decoders
+    decoders.close()
+
+
+def encoded(kind: str, image: Image.Image | None = None, **options: object) -> bytes:
+    file = io.BytesIO()
+    (Image.fromarray(PIXELS) if image is None else image).save(file, kind, **options)
+    return file.getvalue()
+
+
+def png(width: int, height: int, data: bytes) -> bytes:
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def decode(decoders: Decoders, data: bytes) -> Image.Image:
+    with decoders.decoded(data) as image:
+        return image.copy()
+
+
+def check_serves(decoders: Decoders) -> None:
+    assert decode(decoders, encoded("PNG")).tobytes() == PIXELS.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_files_are_decoded_like_pillow(decoders, kind):
+    data = encoded(kind)
+    assert decode(decoders, data).tobytes() == as_rgb(Image.open(io.BytesIO(data))).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP", "PNG"])
+def test_animations_are_their_first_frame(decoders, kind):
+    frames = [Image.new("RGB", (5, 5), colour) for colour in ("white", "black", "red")]
+    data = encoded(kind, frames[0], save_all=True, append_images=frames[1:], lossless=True)
+    assert set(decode(decoders, data).tobytes()) == {255}
+
+
+def test_photographs_are_turned_upright(decoders):
+    image = Image.fromarray(PIXELS)
+    image.getexif()[0x0112] = 6
+    assert decode(decoders, encoded("JPEG", image, exif=image.getexif())).size == (23, 31)
+
+
+SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>'
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [
+        (SVG, "is none of the formats PNG, JPEG, WEBP, GIF"),
+        (b"", "is none of the formats"),
+        (b"%PDF-1.7\n" + encoded("JPEG"), "is none of the formats"),
+        (encoded("TIFF"), "is none of the formats"),
+        (encoded("BMP"), "is none of the formats"),
+        (encoded("PNG")[:300], "cannot be decoded"),
+        (encoded("JPEG")[:-200], "cannot be decoded"),
+        (encoded("WEBP")[:100], "decoded|formats"),
+        (png(60000, 60000, zlib.compress(b"")), "pixels, and may have|more than"),
+        (png(8192, 8193, zlib.compress(b"")), "8192 x 8193 pixels"),
+        (png(5000, 5000, zlib.compress(bytes(1000))), "cannot be decoded"),
+        (png(10, 10, b"no zlib"), "cannot be decoded"),
+    ],
+)
+def test_broken_files_bombs_and_other_formats_are_refused(decoders, data, word):
+    with pytest.raises(RequestError, match=word):
+        decode(decoders, data)
+    check_serves(decoders)
+
+
+def test_polyglots_are_only_their_pixels(decoders):
+    """A file that is also an archive or a script is decoded by its first bytes, and nothing else of it is read."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("x.svg", SVG)
+    for appended in (archive.getvalue(), SVG, b"<script>alert(1)</script>"):
+        assert decode(decoders, encoded("PNG") + appended).tobytes() == PIXELS.tobytes()
+
+
+def test_files_that_take_too_long_or_too_much_memory_end_only_their_process(monkeypatch):
+    decoders = Decoders()
+    monkeypatch.setattr(decoding, "DECODE_BYTES", 2**24)
+    with pytest.raises(RequestError, match=r"memory|crash|cannot be decoded"):
+        decode(decoders, encoded("PNG", Image.new("RGB", (4000, 4000))))
+    decoders.close()
+    monkeypatch.setattr(decoding, "DECODE_BYTES", 2**30)
+    check_serves(decoders)
+    monkeypatch.setattr(decoding, "DECODE_S", 0.0001)
+    with pytest.raises(RequestError, match=r"in 0\.0001 s"):
+        decode(decoders, encoded("PNG", Image.fromarray(np.tile(PIXELS, (50, 50, 1)))))
+    monkeypatch.undo()
+    check_serves(decoders)
+    decoders.close()
+
+
+def test_files_above_the_size_limit_are_never_sent(decoders, monkeypatch):
+    monkeypatch.setattr(decoding, "MAX_FILE_BYTES", 100)
+    with pytest.raises(RequestError, match="at most 100 bytes, got"):
+        decode(decoders, encoded("PNG"))
