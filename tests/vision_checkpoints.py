@@ -31,6 +31,17 @@ def fixed_size_features(model: Any, images: list[tuple[Grid, np.ndarray]]) -> li
     return model.get_image_features(pixels).pooler_output
 
 
+def tiled_features(model: Any, images: list[tuple[Any, ...]]) -> list[Any]:
+    """Return the embeddings of images in tiles, which have their original sizes with them."""
+    grid, _, _ = images[0]
+    tiles = [patches.reshape(-1, grid[0] * grid[1], patches.shape[1]) for _, patches, _ in images]
+    pixels = [torch.stack([raster_pixels(tile, grid) for tile in each]) for each in tiles]
+    most = max(len(each) for each in pixels)
+    batch = torch.stack([torch.nn.functional.pad(each, (0,) * 7 + (most - len(each),)) for each in pixels])
+    sizes = torch.tensor([size for _, _, size in images])
+    return model.get_image_features(batch, sizes).pooler_output
+
+
 def sized_features(model: Any, images: list[tuple[Grid, np.ndarray]]) -> list[Any]:
     """Return the embeddings of images padded to one size, which have their sizes with them."""
     pixels = [raster_pixels(patches, grid) for grid, patches in images]
@@ -78,6 +89,7 @@ class VisionFamily:
         vision: fields of `vision_config`.
         text: fields of `text_config`.
         grids: rows and columns of patches in some images.
+        sizes: rows and columns of pixels before preprocessing, and the number of tiles, if images have tiles.
         features: function from a model and images (grid, patches) to each image's embeddings.
     """
 
@@ -87,6 +99,7 @@ class VisionFamily:
     features: Callable[[Any, list[tuple[Grid, np.ndarray]]], list[Any]]
     config: dict[str, Any] = field(default_factory=dict)
     text: dict[str, Any] = field(default_factory=lambda: TEXT)
+    sizes: tuple[tuple[Grid, int], ...] = ()
 
     @property
     def hf_config(self) -> transformers.PretrainedConfig:
@@ -124,6 +137,7 @@ _QWEN_GRIDS = ((2, 2), (6, 10), (18, 4), (2, 34), (12, 8))
 QWEN2_5 = {**QWEN, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "window_size": 24}
 QWEN2_5["fullatt_block_indexes"] = [1, 3]
 QWEN3 = {**QWEN, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_position_embeddings": 25}
+_PINPOINTS = [[20, 20], [20, 40], [40, 20], [40, 60], [60, 40], [20, 60], [60, 60]]
 PIXTRAL = {"model_type": "pixtral", **SIZES, "image_size": 32, "patch_size": 4}
 GEMMA4 = {**SIZES, "head_dim": 12, "num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 16}
 _MISTRAL, _MISTRAL_TEXT = {"image_token_index": 5}, {**checkpoints.SIZES, "model_type": "mistral"}
@@ -143,6 +157,11 @@ FAMILIES = {
     "llava_pixtral": VisionFamily(
         *("Llava", PIXTRAL, ((3, 5), (1, 2), (4, 4)), sized_features),
         {**_LLAVA, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+    ),
+    "onevision": VisionFamily(
+        *("LlavaOnevision", SIGLIP, ((5, 5),) * 5, tiled_features),
+        {"image_grid_pinpoints": _PINPOINTS, "vision_aspect_ratio": "anyres_max_2", "image_token_index": 5},
+        sizes=(((20, 20), 2), ((50, 30), 7), ((7, 90), 4), ((31, 60), 7), ((60, 60), 10)),
     ),
     "mistral3": VisionFamily("Mistral3", PIXTRAL, ((2, 6), (4, 4), (6, 2)), sized_features, _MISTRAL, _MISTRAL_TEXT),
     "gemma3": VisionFamily(

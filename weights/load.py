@@ -32,7 +32,7 @@ _DRAFTING = "mtp."  # name prefix of such layers unless they are numbered like t
 # Name prefixes in multimodal checkpoints, with or without `model.`, for encoders and projectors of other inputs.
 _OTHER_PARTS = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector."),
-    *("audio_tower.", "embed_vision.", "embed_audio."),
+    *("audio_tower.", "embed_vision.", "embed_audio.", "image_newline"),
 )
 # Matrices of one expert, by the name of the tensor [E, rows, in] in which some checkpoints stack them for all experts.
 # transformers stacks block scales in this way even if matrices are separate.

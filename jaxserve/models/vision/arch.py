@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from jaxserve.errors import ConfigError
+from jaxserve.images.layouts import TiledLayout
 from jaxserve.layers.sharding import TENSOR
 
 BUCKETS = (256, 1024, 4096, 16384)  # patches per program, if grids differ from image to image
@@ -34,6 +35,9 @@ class VisionArch:
         class_tokens: tokens before the patches of an image, in encoders with a fixed grid.
         keeps_class: True if class tokens have embeddings, too.
         feature_layers: hidden states that the projector reads, each by the index of the layer after it.
+        num_features: vectors per embedding, which the decoder's first layers add with DeepStack; 1 without.
+        tiles: layout of images in tiles; None without.
+        max_tiles: maximum number of tiles per image.
         merge_size: patch rows, and columns, that share an embedding.
         rope_theta: 2-D RoPE base; None without RoPE.
         window: embedding rows, and columns, in a window; None if layers attend to whole images.
@@ -65,6 +69,9 @@ class VisionArch:
     class_tokens: int = 0
     keeps_class: bool = False
     feature_layers: tuple[int, ...] = ()
+    num_features: int = 1
+    tiles: TiledLayout | None = None
+    max_tiles: int = 1
     merge_size: int = 1
     rope_theta: float | None = None
     window: int | None = None
@@ -86,6 +93,11 @@ class VisionArch:
         for dim in self.patch_shape:
             size *= dim
         return size
+
+    @property
+    def row_size(self) -> int:
+        """Elements per embedding, with the features that DeepStack adds."""
+        return self.out_size * self.num_features
 
     @property
     def is_split(self) -> bool:
@@ -139,6 +151,8 @@ class VisionArch:
         if self.grid is None:
             return BUCKETS
         size = self.grid[0] * self.grid[1]
+        if self.tiles is not None:  # an image has two tiles or more
+            return tuple(sorted({size * min(tiles, self.max_tiles) for tiles in (2, 8, self.max_tiles)}))
         return (size, 4 * size)
 
     def bucket(self, num_patches: int) -> int:
@@ -152,4 +166,6 @@ class VisionArch:
         """Return how many embeddings a program for `num_patches` patches returns."""
         if self.grid is None:
             return num_patches // self.merge_size**2
-        return num_patches // (self.grid[0] * self.grid[1]) * self.num_embeddings(self.grid)
+        num_tiles = num_patches // (self.grid[0] * self.grid[1])
+        ends = 0 if self.tiles is None else self.grid[0]  # each row of a tile may end in an embedding
+        return num_tiles * (self.num_embeddings(self.grid) + ends)

@@ -21,7 +21,7 @@ from jaxserve.models.hf_config import HfConfig
 from jaxserve.models.params import Params, ParamSpec, ScannedLayers
 from jaxserve.models.vision.arch import VisionArch
 from jaxserve.models.vision.attention import attend
-from jaxserve.models.vision.inputs import EncoderInputs, Grid
+from jaxserve.models.vision.inputs import EncoderInputs, Grid, TowerImage
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 
 
@@ -32,7 +32,7 @@ class Encoder:
     Attributes:
         parse: function from `vision_config` to VisionArch fields; raises ConfigError for unsupported settings.
         specs: function that returns one ParamSpec per tensor.
-        operands: function from VisionArch, image grids and bucket to EncoderInputs fields.
+        operands: function from VisionArch, images and bucket to EncoderInputs fields.
         embed: function from parameters, VisionArch and EncoderInputs to the first layer's inputs [T, D].
         norm: norm function for all layers.
         order: function from VisionArch and an image's grid to the index of each patch, in the encoder's order; None for
@@ -46,7 +46,7 @@ class Encoder:
     embed: Callable[[Params, VisionArch, EncoderInputs], Float[Array, "T D"]]
     norm: NormFunction
     layer: Callable[..., Float[Array, "T D"]]
-    operands: Callable[[VisionArch, Sequence[Grid], int], dict[str, Any]] = lambda *_: {}
+    operands: Callable[[VisionArch, Sequence[TowerImage], int], dict[str, Any]] = lambda *_: {}
     rope: Callable[[VisionArch, EncoderInputs], Float[Array, "2 T half"] | None] = lambda *_: None
     order: Callable[[VisionArch, Grid], NDArray[np.int32] | None] = lambda *_: None
 
@@ -67,7 +67,7 @@ class Projector:
     parse: Callable[[HfConfig, dict[str, Any]], dict[str, Any]]
     specs: Callable[[VisionArch], list[ParamSpec]]
     project: Callable[[Params, VisionArch, Sequence[Array], EncoderInputs], Float[Array, "E out"]]
-    operands: Callable[[VisionArch, Sequence[Grid], int], dict[str, Any]] = lambda *_: {}
+    operands: Callable[[VisionArch, Sequence[TowerImage], int], dict[str, Any]] = lambda *_: {}
 
 
 def axial_rope(positions: Int[Array, "P 2"], theta: float, head_dim: int) -> Float[Array, "2 P half"]:

@@ -13,6 +13,25 @@ from jaxserve.models.vision.arch import VisionArch
 Grid = tuple[int, int]  # patch rows and columns
 
 
+class TowerImage(NamedTuple):
+    """An image for a vision tower.
+
+    Attributes:
+        grid: patch rows and columns, in each of its tiles.
+        patches: float32 [P, S] in the processor's order.
+        size: pixel rows and columns before preprocessing; only towers with tiles read it.
+    """
+
+    grid: Grid
+    patches: NDArray[np.float32]
+    size: tuple[int, int] = (0, 0)
+
+    @property
+    def num_patches(self) -> int:
+        """Number of patches in all tiles."""
+        return len(self.patches)
+
+
 class Taps(NamedTuple):
     """Weighted sums over rows.
 
@@ -49,24 +68,24 @@ class Packed(NamedTuple):
     """Images in a bucket, without padding.
 
     Attributes:
-        grids: each image's patch rows and columns.
+        inputs: the images.
         starts: each image's first patch, then the number of all patches.
     """
 
-    grids: Sequence[Grid]
+    inputs: Sequence[TowerImage]
     starts: NDArray[np.int32]
 
     @classmethod
-    def join(cls, grids: Sequence[Grid]) -> Packed:
+    def join(cls, images: Sequence[TowerImage]) -> Packed:
         """Put images one after the other."""
-        return cls(grids, np.cumsum([0, *(rows * columns for rows, columns in grids)], dtype=np.int32))
+        return cls(images, np.cumsum([0, *(image.num_patches for image in images)], dtype=np.int32))
 
-    def images(self) -> Iterator[tuple[int, int, Grid]]:
-        """Yield each image's first patch, the one after its last, and its grid."""
+    def images(self) -> Iterator[tuple[int, int, TowerImage]]:
+        """Yield each image's first patch, the one after its last, and the image."""
         bounds = map(int, self.starts)
         start = next(bounds)
-        for grid, end in zip(self.grids, bounds, strict=True):
-            yield start, end, grid
+        for image, end in zip(self.inputs, bounds, strict=True):
+            yield start, end, image
             start = end
 
     def spans(self, num_patches: int) -> NDArray[np.int32]:
@@ -77,14 +96,15 @@ class Packed(NamedTuple):
         return spans
 
 
-def blocks(grids: Sequence[Grid], side: int, num_blocks: int) -> NDArray[np.int32]:
+def blocks(images: Sequence[TowerImage], side: int, num_blocks: int) -> NDArray[np.int32]:
     """Return the patches [num_blocks, side * side] in square blocks, given patches in raster order.
 
     Rows and columns that do not fill a block are left out.
     """
     index = np.zeros((num_blocks, side * side), np.int32)
     filled = 0
-    for start, end, (rows, columns) in Packed.join(grids).images():
+    for start, end, image in Packed.join(images).images():
+        rows, columns = image.grid
         patches = np.arange(start, end, dtype=np.int32).reshape(rows, columns)
         patches = patches[: rows // side * side, : columns // side * side]
         own = patches.reshape(rows // side, side, columns // side, side).swapaxes(1, 2).reshape(-1, side * side)
@@ -116,19 +136,13 @@ def axis_taps(
 
 
 def join_patches(
-    arch: VisionArch,
-    images: Sequence[NDArray[np.float32]],
-    orders: Sequence[NDArray[np.int32] | None],
-    num_patches: int,
+    arch: VisionArch, images: Sequence[TowerImage], orders: Sequence[NDArray[np.int32] | None], num_patches: int
 ) -> NDArray[np.float32]:
     """Return all images' patches, each in its order, then zeros, as [num_patches, S]."""
     joined = np.zeros((num_patches, arch.patch_size), np.float32)
-    start = 0
-    for patches, order in zip(images, orders, strict=True):
-        own = joined[start : start + len(patches)]
+    for (start, end, image), order in zip(Packed.join(images).images(), orders, strict=True):
         if order is None:
-            own[:] = patches
+            joined[start:end] = image.patches
         else:
-            np.take(patches, order, axis=0, out=own)
-        start += len(patches)
+            np.take(image.patches, order, axis=0, out=joined[start:end])
     return joined

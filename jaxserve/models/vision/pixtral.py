@@ -18,7 +18,7 @@ from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.vision import encoder, llava
 from jaxserve.models.vision.arch import VisionArch
 from jaxserve.models.vision.encoder import Encoder, Projector, rope_table, unfolded
-from jaxserve.models.vision.inputs import EncoderInputs, Grid, Packed, Taps, blocks
+from jaxserve.models.vision.inputs import EncoderInputs, Packed, Taps, TowerImage, blocks
 
 _GATED = {"gelu": "exact_geglu", "gelu_pytorch_tanh": "geglu", "silu": "swiglu"}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_channels", "patch_size")
@@ -100,11 +100,11 @@ def _embed(p: Params, arch: VisionArch, inputs: EncoderInputs) -> Float[Array, "
     return rms_norm(x, p["embed_norm"], arch.norm_eps)
 
 
-def raster_operands(_: VisionArch, grids: Sequence[Grid], num_patches: int) -> dict[str, Any]:
+def raster_operands(_: VisionArch, images: Sequence[TowerImage], num_patches: int) -> dict[str, Any]:
     """Return spans and positions of patches in raster order."""
-    packed, positions = Packed.join(grids), np.zeros((num_patches, 2), np.int32)
-    for start, end, grid in packed.images():
-        positions[start:end] = np.moveaxis(np.indices(grid, dtype=np.int32), 0, -1).reshape(-1, 2)
+    packed, positions = Packed.join(images), np.zeros((num_patches, 2), np.int32)
+    for start, end, image in packed.images():
+        positions[start:end] = np.moveaxis(np.indices(image.grid, dtype=np.int32), 0, -1).reshape(-1, 2)
     return {"spans": packed.spans(num_patches), "positions": positions}
 
 
@@ -149,9 +149,9 @@ def _projector_specs(arch: VisionArch) -> list[ParamSpec]:
     ]
 
 
-def merged_blocks(arch: VisionArch, grids: Sequence[Grid], num_patches: int) -> dict[str, Any]:
+def merged_blocks(arch: VisionArch, images: Sequence[TowerImage], num_patches: int) -> dict[str, Any]:
     """Return the patches that each embedding merges."""
-    return {"outputs": Taps(blocks(grids, arch.merge_size, arch.max_embeddings(num_patches)))}
+    return {"outputs": Taps(blocks(images, arch.merge_size, arch.max_embeddings(num_patches)))}
 
 
 def _project(

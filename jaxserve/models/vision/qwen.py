@@ -24,7 +24,7 @@ from jaxserve.models.params import POSITION_EMBED, Params, ParamSpec
 from jaxserve.models.vision import encoder
 from jaxserve.models.vision.arch import VisionArch
 from jaxserve.models.vision.encoder import Encoder, Projector, axial_rope, unfolded
-from jaxserve.models.vision.inputs import EncoderInputs, Grid, Packed, Taps, axis_taps
+from jaxserve.models.vision.inputs import EncoderInputs, Grid, Packed, Taps, TowerImage, axis_taps
 
 _INDEX = schema.integer(0)
 _INDICES = FieldType(
@@ -196,19 +196,19 @@ def _order(arch: VisionArch, grid: Grid) -> NDArray[np.int32] | None:
     return np.ravel(blocks[:, None] * size + np.arange(size, dtype=np.int32)).astype(np.int32)
 
 
-def _operands(arch: VisionArch, grids: Sequence[Grid], num_patches: int) -> dict[str, Any]:
+def _operands(arch: VisionArch, images: Sequence[TowerImage], num_patches: int) -> dict[str, Any]:
     """Return spans, positions and learned position embeddings, and the spans and order of windows."""
-    packed, size = Packed.join(grids), arch.merge_size**2
+    packed, size = Packed.join(images), arch.merge_size**2
     positions = np.zeros((num_patches, 2), np.int32)
     operands: dict[str, Any] = {"spans": packed.spans(num_patches), "positions": positions}
-    for start, end, grid in packed.images():
-        own, order = _positions(arch, grid), _order(arch, grid)
+    for start, end, image in packed.images():
+        own, order = _positions(arch, image.grid), _order(arch, image.grid)
         positions[start:end] = own if order is None else own[order]
     if arch.window is not None:
         windows = packed.spans(num_patches)
         rank = np.arange(num_patches // size, dtype=np.int32)
-        for start, _, grid in packed.images():
-            order, counts = _window_order(arch, grid)
+        for start, _, image in packed.images():
+            order, counts = _window_order(arch, image.grid)
             bounds = start + size * np.cumsum([0, *counts])
             for first, end in itertools.pairwise(bounds):
                 windows[:, first:end] = [[first], [end]]
@@ -216,8 +216,8 @@ def _operands(arch: VisionArch, grids: Sequence[Grid], num_patches: int) -> dict
         operands |= {"windows": windows, "outputs": Taps(rank[:, None])}
     if arch.position_side is not None:
         index, weight = np.zeros((num_patches, 4), np.int32), np.zeros((num_patches, 4), np.float32)
-        for start, end, grid in packed.images():
-            index[start:end], weight[start:end] = _learned(positions[start:end], grid, arch.position_side)
+        for start, end, image in packed.images():
+            index[start:end], weight[start:end] = _learned(positions[start:end], image.grid, arch.position_side)
         operands["learned"] = Taps(index, weight)
     return operands
 
@@ -264,7 +264,7 @@ def _parse_merger(config: HfConfig, fields: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"vision_config: {out_name} must be text_config's hidden_size, got {out} and {fields['out_size']}"
         )
-    return {"feature_layers": (*(index + 1 for index in indices), num_layers)}
+    return {"feature_layers": (*(index + 1 for index in indices), num_layers), "num_features": 1 + len(indices)}
 
 
 _DEEPSTACK = dict.fromkeys(("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"), (8, 16, 24))

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
-from numpy.typing import NDArray
 
 from jaxserve.models.hf_config import SIZE, TABLE, HfConfig, one_of, read_field, read_fields
 from jaxserve.models.params import Params, ParamSpec
-from jaxserve.models.vision import clip, gemma, llava, pixtral, qwen
+from jaxserve.models.vision import clip, gemma, llava, onevision, pixtral, qwen
 from jaxserve.models.vision.arch import VisionArch
 from jaxserve.models.vision.encoder import Encoder, Projector, hidden_states
-from jaxserve.models.vision.inputs import EncoderInputs, Grid, Packed, join_patches
+from jaxserve.models.vision.inputs import EncoderInputs, TowerImage, join_patches
 
 ENCODERS: Mapping[str, Encoder] = {
     "clip": clip.CLIP,
@@ -30,6 +28,7 @@ ENCODERS: Mapping[str, Encoder] = {
 PROJECTORS: Mapping[str, Projector] = {
     "llava": llava.LLAVA,
     "mistral3": pixtral.MISTRAL3,
+    "onevision": onevision.ONEVISION,
     "gemma3": gemma.GEMMA3,
     "gemma4": gemma.GEMMA4,
     "merger": qwen.MERGER,
@@ -60,6 +59,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "LlavaForConditionalGeneration": _Family(
         "llava", {"clip_vision_model": "clip", "siglip_vision_model": "siglip", "pixtral": "pixtral"}
     ),
+    "LlavaOnevisionForConditionalGeneration": _Family("onevision", {"siglip_vision_model": "siglip"}),
     "Mistral3ForConditionalGeneration": _Family("mistral3", {"pixtral": "pixtral"}),
     "Gemma3ForConditionalGeneration": _Family("gemma3", {"siglip_vision_model": "siglip"}),
     "Gemma4ForConditionalGeneration": _one("gemma4", "gemma4"),
@@ -70,8 +70,9 @@ _FAMILIES: Mapping[str, _Family] = {
     "Qwen3_5ForConditionalGeneration": _one("merger", "qwen3_vl"),
     "Qwen3_5MoeForConditionalGeneration": _one("merger", "qwen3_vl"),
 }
+_PARTS = ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision.", "image_newline")
 # Prefixes in tensor names.
-PREFIXES = tuple(f"model.{part}" for part in ("visual.", "vision_tower.", "multi_modal_projector.", "embed_vision."))
+PREFIXES = tuple(f"model.{part}" for part in _PARTS)
 
 
 def has_tower(config: HfConfig) -> bool:
@@ -103,24 +104,23 @@ def tower_specs(arch: VisionArch) -> list[ParamSpec]:
 
 
 def pack(
-    arch: VisionArch, images: Sequence[tuple[Grid, NDArray[np.float32]]], num_patches: int | None = None
+    arch: VisionArch, images: Sequence[TowerImage | tuple[Any, ...]], num_patches: int | None = None
 ) -> EncoderInputs:
     """Pack images for one call to `encode`, whose embeddings follow each other in the same order.
 
     Args:
         arch: the tower.
-        images: each image's grid and patches [P, S].
+        images: images, or the fields of TowerImage.
         num_patches: patches with padding, in `arch.buckets`; by default the smallest bucket.
 
     Raises:
         ConfigError: the images have more patches than the largest bucket.
     """
-    grids = [grid for grid, _ in images]
-    size = num_patches or arch.bucket(int(Packed.join(grids).starts[-1]))
-    operands = ENCODERS[arch.encoder].operands(arch, grids, size)
-    operands |= PROJECTORS[arch.projector].operands(arch, grids, size)
-    orders = [ENCODERS[arch.encoder].order(arch, grid) for grid in grids]
-    return EncoderInputs(join_patches(arch, [patches for _, patches in images], orders, size), **operands)
+    encoder, packed = ENCODERS[arch.encoder], [TowerImage(*image) for image in images]
+    size = num_patches or arch.bucket(sum(image.num_patches for image in packed))
+    operands = encoder.operands(arch, packed, size) | PROJECTORS[arch.projector].operands(arch, packed, size)
+    orders = [encoder.order(arch, image.grid) for image in packed]
+    return EncoderInputs(join_patches(arch, packed, orders, size), **operands)
 
 
 def encode(params: Params, arch: VisionArch, inputs: EncoderInputs) -> Float[Array, "E out"]:
