@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import transformers
+from numpy.typing import NDArray
 
+from jaxserve.images.positions import axis_positions
 from jaxserve.images.prepared import ImageSpan, PreparedImage
 from tests.oracles import torch
 from tests.vision_checkpoints import Grid, VisionFamily, raster_pixels
@@ -17,7 +19,25 @@ def fixed_size(images: Sequence[tuple[Grid, np.ndarray]]) -> dict[str, Any]:
     return {"pixel_values": torch.stack([raster_pixels(patches, grid) for grid, patches in images])}
 
 
-GIVEN = {"Llava": fixed_size}  # arguments of a model for images, by stem of its class
+def sized(images: Sequence[tuple[Grid, np.ndarray]]) -> dict[str, Any]:
+    """Return the arguments of a model for images that are padded to one size."""
+    pixels = [raster_pixels(patches, grid) for grid, patches in images]
+    sizes = torch.tensor([image.shape[1:] for image in pixels])
+    batch = torch.zeros((len(pixels), 3, *sizes.amax(dim=0).tolist()))
+    for image, (height, width), own in zip(batch, sizes.tolist(), pixels, strict=True):
+        image[:, :height, :width] = own
+    return {"pixel_values": batch, "image_sizes": sizes}
+
+
+def unfolded(images: Sequence[tuple[Grid, np.ndarray]]) -> dict[str, Any]:
+    """Return the arguments of a model that takes patches."""
+    patches = torch.tensor(np.concatenate([patches for _, patches in images]))
+    return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, *grid] for grid, _ in images])}
+
+
+# Arguments of a model for images, by stem of its class
+GIVEN = {"Llava": fixed_size, "Mistral3": sized}
+GIVEN |= dict.fromkeys(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"), unfolded)
 
 
 @dataclass
@@ -47,6 +67,15 @@ class Pictures:
         patches = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
         return PreparedImage(bytes([seed]) * 16, patches, grid, self.tower.num_embeddings(grid))
 
+    @property
+    def has_axes(self) -> bool:
+        """True if tokens have positions on several axes."""
+        return GIVEN[self.family.name] is unfolded
+
+    def axes(self, ids: Sequence[int], spans: Sequence[ImageSpan]) -> NDArray[np.int32] | None:
+        """Return the positions of a prompt's tokens on each axis; None without."""
+        return axis_positions(len(ids), spans)[0] if self.has_axes and spans else None
+
     def prompt(self, *parts: PreparedImage | int) -> tuple[list[int], list[ImageSpan]]:
         """Return token ids and images of a prompt: for each part an image, or this number of random tokens."""
         ids: list[int] = []
@@ -66,6 +95,8 @@ class Pictures:
         ids, out, logprobs = list(ids), list[int](), list[float]()
         for _ in range(num_tokens):
             with torch.no_grad():
+                if self.has_axes:
+                    given["mm_token_type_ids"] = (torch.tensor([ids]) == self.token_id).int()
                 logits = self.model(input_ids=torch.tensor([ids]), **given).logits[0, -1]
             found = torch.log_softmax(logits.double(), -1)
             out.append(int(found.argmax()))

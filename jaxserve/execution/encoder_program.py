@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from jaxserve.models.vision import tower
 from jaxserve.models.vision.arch import VisionArch
-from jaxserve.models.vision.inputs import EncoderInputs
+from jaxserve.models.vision.inputs import EncoderInputs, TowerImage
 
 if TYPE_CHECKING:
     from jaxserve.scheduling.step_plan import EncoderRun
@@ -52,13 +52,12 @@ def pack_run(arch: VisionArch, run: EncoderRun) -> PackedRun:
     size = arch.bucket(len(run.image.patches))
     rows = np.full(arch.max_embeddings(size), _NO_ROW, np.int32)
     rows[: len(run.rows)] = run.rows
-    return PackedRun(size, tower.pack(arch, [(run.image.grid, run.image.patches)], size), rows)
+    image = TowerImage(run.image.grid, run.image.patches, run.image.size)
+    return PackedRun(size, tower.pack(arch, [image], size), rows)
 
 
 def abstract_inputs(arch: VisionArch, num_patches: int) -> tuple[EncoderInputs, jax.ShapeDtypeStruct]:
     """Return the shapes and dtypes of a program's inputs, and of the rows that it writes."""
-    grid = arch.grid or (arch.merge_size, arch.merge_size)
-    image = np.zeros((grid[0] * grid[1], arch.patch_size), np.float32)
-    inputs = tower.pack(arch, [(grid, image)], num_patches)
+    inputs = tower.pack(arch, [], num_patches)
     shapes: EncoderInputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), inputs)
     return shapes, jax.ShapeDtypeStruct((arch.max_embeddings(num_patches),), jnp.int32)

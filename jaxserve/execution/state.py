@@ -144,7 +144,7 @@ def new_encoder_cache(arch: ArchConfig, num_rows: int, dtype: DTypeLike) -> Arra
     """Return an empty encoder cache for `num_rows` embeddings; None if the model takes no images."""
     if arch.images is None:
         return None
-    return jnp.zeros((num_rows, arch.images.tower.out_size), jnp.dtype(dtype))
+    return jnp.zeros((num_rows, arch.images.tower.row_size), jnp.dtype(dtype))
 
 
 def new_sequences(schedule: ScheduleConfig) -> Sequences:

@@ -280,14 +280,18 @@ class ArchConfig:
 
     @cached_property
     def num_first_layers(self) -> int:
-        """Number of layers before the first period: dense layers, if these come first and all others have experts.
+        """Number of layers before the first period: dense layers, if these come first and all others have experts; and
+        layers that get features of images (DeepStack).
 
         It is 0 if windows or states differ, because pages are laid out by the period.
         """
         is_dense = [layer.experts is None for layer in self.layers]
         num_first = is_dense.index(False) if False in is_dense else 0
         is_alike = len({(layer.state, window) for layer, window in zip(self.layers, self.windows, strict=True)}) == 1
-        return num_first if is_alike and not any(is_dense[num_first:]) else 0
+        num_first = num_first if is_alike and not any(is_dense[num_first:]) else 0
+        num_deep = 0 if self.images is None else self.images.num_deep_layers
+        assert not num_deep or is_alike, "layers of models with DeepStack are alike"
+        return max(num_first, num_deep)
 
     @cached_property
     def period(self) -> int:

@@ -102,6 +102,7 @@ def forward_with_features(
             own = None if inputs is None else inputs[layer]
             context = layer_context(arch, layer, jnp.int32(layer_kv[layer].position), rotations, own)
             x, tokens = block(p, x, tokens, context, arch=arch)
+            x = with_deep_features(x, arch, layer, tokens)
         return x, features, tokens
 
     rest, last_layers = split_last(arch, layers.rest, tokens)
@@ -158,6 +159,16 @@ def embed_tokens(
     if POSITION_EMBED in params:
         x += embed(positions, params[POSITION_EMBED], dtype=dtype)
     return x
+
+
+def with_deep_features(
+    x: Float[Array, "T D"], arch: ArchConfig, layer: int, tokens: TokenContext
+) -> Float[Array, "T D"]:
+    """Return a layer's outputs, to which tokens of images add the layer's features if it has some (DeepStack)."""
+    num_deep = 0 if arch.images is None else arch.images.num_deep_layers
+    if layer >= num_deep or (images := tokens.images) is None:
+        return x
+    return x + jnp.where(images.is_image[:, None], images.features(1 + layer, x.shape[1]).astype(x.dtype), 0)
 
 
 def can_scan(arch: ArchConfig) -> bool:

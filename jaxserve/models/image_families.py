@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import COUNT, SWITCH, TABLE, read_fields
 from jaxserve.models.image_input import ImageInput
+from jaxserve.models.layer_spec import AttentionSpec
 from jaxserve.models.vision.tower import read_tower
 
 _SECTIONS = FieldType(
@@ -37,28 +40,31 @@ class PositionAxes(NamedTuple):
         defaults = {"mrope_section": self.sections, "mrope_interleaved": self.interleaved}
         table = {**defaults, **(tables["rope_scaling"] or tables["rope_parameters"] or {})}
         read = read_fields(table, {"mrope_section": _SECTIONS, "mrope_interleaved": SWITCH})
-        axes = _pair_axes(read["mrope_section"], interleaved=read["mrope_interleaved"])
+        sections, is_interleaved = read["mrope_section"], read["mrope_interleaved"]
 
-        def turned(rope: RopeConfig | None) -> RopeConfig | None:
-            return rope and dataclasses.replace(rope, axes=axes)
-
-        for attention in dict.fromkeys(arch.attention_layers):
-            num_pairs = 0 if attention.rope is None else attention.rope.rotated(attention.head_dim) // 2
-            if num_pairs not in (0, len(axes)):
+        def turned(attention: AttentionSpec) -> RopeConfig | None:
+            """Return the rotation of a layer with axes."""
+            if attention.rope is None:
+                return None
+            num_pairs = attention.rope.rotated(attention.head_dim) // 2
+            if num_pairs != sum(sections) and not is_interleaved:
                 raise ConfigError(
-                    f"config.json: mrope_section must sum to the {num_pairs} rotated pairs, got {read['mrope_section']}"
+                    f"config.json: mrope_section must add up to {num_pairs} rotated pairs, got {sections}"
                 )
-        return arch.with_attention(rope=[turned(rope) for rope in arch.ropes])
+            axes = _pair_axes(sections, num_pairs, interleaved=is_interleaved)
+            return dataclasses.replace(attention.rope, axes=axes)
+
+        return arch.with_attention(rope=[None if each.state else turned(each.attention) for each in arch.layers])
 
 
-def _pair_axes(sections: list[int], *, interleaved: bool) -> tuple[int, ...]:
-    """Return the axis by which each pair is rotated; interleaved, height and width take every third pair."""
+def _pair_axes(sections: list[int], num_pairs: int, *, interleaved: bool) -> tuple[int, ...]:
+    """Return the axis by which each pair is rotated; interleaved, height and width take every third of the first."""
     if not interleaved:
         return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
-    axes = [0] * sum(sections)
+    axes = np.zeros(num_pairs, int)
     for axis in (1, 2):
-        axes[axis : 3 * sections[axis] : 3] = [axis] * len(axes[axis : 3 * sections[axis] : 3])
-    return tuple(axes)
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return tuple(axes.tolist())
 
 
 class ImageFamily(NamedTuple):
@@ -91,9 +97,28 @@ class ImageFamily(NamedTuple):
         if self.axes is not None:
             arch = self.axes.apply(arch, text)
         images = ImageInput(token_id, read_tower(config), has_axes=self.axes is not None)
+        if images.num_deep_layers >= arch.num_layers:
+            raise ConfigError(
+                "vision_config: deepstack_visual_indexes must be fewer than num_hidden_layers, got "
+                f"{images.num_deep_layers} and {arch.num_layers}"
+            )
         return dataclasses.replace(arch, images=images)
 
 
 IMAGE_FAMILIES: Mapping[str, ImageFamily] = {
     "LlavaForConditionalGeneration": ImageFamily(32000, "image_token_index"),
+    "LlavaOnevisionForConditionalGeneration": ImageFamily(151646, "image_token_index"),
+    "Mistral3ForConditionalGeneration": ImageFamily(10, "image_token_index"),
+    **dict.fromkeys(
+        ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+        ImageFamily(151655, axes=PositionAxes()),
+    ),
+    **dict.fromkeys(
+        ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
+        ImageFamily(151655, axes=PositionAxes([24, 20, 20], interleaved=True)),
+    ),
+    **dict.fromkeys(
+        ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        ImageFamily(248056, axes=PositionAxes([11, 11, 10], interleaved=True)),
+    ),
 }

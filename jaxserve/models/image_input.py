@@ -20,3 +20,8 @@ class ImageInput(NamedTuple):
     token_id: int
     tower: VisionArch
     has_axes: bool = False
+
+    @property
+    def num_deep_layers(self) -> int:
+        """Number of the decoder's first layers that get features of their own (DeepStack)."""
+        return self.tower.num_features - 1
