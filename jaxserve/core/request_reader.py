@@ -132,6 +132,7 @@ class RequestReader:
             request.adapter, request.adapter_start = adapter, start
             request.reuse = hint
             request.images, request.axes = tuple(images), axes
+        self._check_images(images)
         _check_some_allowed(requests[0])
         self._check_fits(requests[0])  # its siblings then fit as well, on any replica
         group = RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)
@@ -200,6 +201,16 @@ class RequestReader:
                     f"{name} must be at most max_logprobs of the engine, or the size of the vocabulary, got {wanted} "
                     f"with max_logprobs {limit} and {vocab} tokens; start the engine with max_logprobs={wanted}"
                 )
+
+    def _check_images(self, images: Sequence[ImageSpan]) -> None:
+        """Raise RequestError if a prompt has images that the model cannot take."""
+        if not images:
+            return
+        if self._arch.images is None:
+            raise RequestError(f"this engine takes text only, got {len(images)} images; drop multi_modal_data")
+        limit, largest = self._arch.images.tower.buckets[-1], max(len(span.image.patches) for span in images)
+        if largest > limit:
+            raise RequestError(f"an image may have at most {limit} patches, got {largest}; take a smaller one")
 
     def _check_priority(self, priority: object) -> None:
         """Raise RequestError for a priority that is no 32-bit integer, or that the engine's policy ignores."""

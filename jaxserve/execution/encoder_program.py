@@ -39,6 +39,12 @@ def make_encode(arch: VisionArch) -> Encode:
     return encode
 
 
+def encoder_buckets(arch: VisionArch, max_embeddings: int) -> tuple[int, ...]:
+    """Return the numbers of patches for which programs are compiled, for images with up to `max_embeddings`."""
+    too_small = [size for size in arch.buckets if arch.max_embeddings(size) < max_embeddings]
+    return arch.buckets[: len(too_small) + 1]
+
+
 class PackedRun(NamedTuple):
     """Host arrays of an encoder run, padded to `num_patches`."""
 

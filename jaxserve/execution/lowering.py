@@ -23,7 +23,7 @@ from jaxserve.execution.batch import (
     num_copies,
 )
 from jaxserve.execution.compaction import Compact, make_compact
-from jaxserve.execution.encoder_program import abstract_inputs, make_encode
+from jaxserve.execution.encoder_program import abstract_inputs, encoder_buckets, make_encode
 from jaxserve.execution.page_programs import PagePrograms
 from jaxserve.execution.pooling_program import make_pooling_step
 from jaxserve.execution.proposer import Observer, Proposer
@@ -266,7 +266,9 @@ class Lowering:
         """Return functions that trace and lower the vision tower programs, by name; none without images."""
         if self.arch.images is None:
             return {}
-        return {encoder_name(size): partial(self._encoder, size) for size in self.arch.images.tower.buckets}
+        max_embeddings = min(self.schedule.num_encoder_rows, self.schedule.max_model_len)
+        sizes = encoder_buckets(self.arch.images.tower, max_embeddings)
+        return {encoder_name(size): partial(self._encoder, size) for size in sizes}
 
     def _encoder(self, num_patches: int) -> jax.stages.Lowered:
         """Trace and lower the program that encodes an image with up to `num_patches` patches."""
