@@ -13,10 +13,11 @@ from jaxserve.api.chat_options import ChatOptions, read_template
 from jaxserve.api.kv_events_config import KVEventsConfig
 from jaxserve.api.lora_request import LORA_EXTRAS
 from jaxserve.api.option_checks import check_combinations
-from jaxserve.api.option_values import read_object, read_targets, read_tenant_weights
+from jaxserve.api.option_values import read_max_images, read_object, read_targets, read_tenant_weights
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.api.schema import (
+    FILLED_TEXT,
     PATH,
     SWITCH,
     FieldType,
@@ -191,6 +192,14 @@ class EngineConfig:
             least recently used idle adapters are dropped, and read from their directories again. None keeps all.
         encoder_cache_size: maximum embeddings of images in device memory; the least recently used ones are replaced.
             An image with more is refused. None keeps at least 8,192.
+        limit_mm_per_prompt: maximum number of images per prompt, {"image": N}, as a dict or as JSON; None for 999.
+            {"image": 0} leaves the vision tower out, and serves only text.
+        mm_processor_kwargs: image processor settings that replace the checkpoint's, as a dict or as JSON, such as
+            {"max_pixels": 1000000}. Requests may have their own.
+        mm_processor_cache_gb: host memory in GiB for preprocessed images, the least recently used ones being dropped.
+        allowed_local_media_path: directory for images that requests name by file: URLs; empty for none.
+        allowed_media_domains: host names of web servers for images that requests name by http: or https: URLs. Their
+            addresses must be public, and redirects are errors. Without any, only data: URLs are loaded.
         engine_process: run scheduler and model in a separate process; this one keeps tokenizer, texts and HTTP. Steps
             then do not wait for Python code that is busy with other work, but each needs a message between the
             processes. Not in runs over several processes.
@@ -261,6 +270,11 @@ class EngineConfig:
     lora_extras: Sequence[str] = ()
     max_cpu_loras: int | None = None
     encoder_cache_size: int | None = None
+    limit_mm_per_prompt: str | Mapping[str, int] | None = None
+    mm_processor_kwargs: str | Mapping[str, Any] | None = None
+    mm_processor_cache_gb: float = 4.0
+    allowed_local_media_path: str = ""
+    allowed_media_domains: Sequence[str] = ()
     engine_process: bool = False
     kv_events_config: str | Mapping[str, Any] | KVEventsConfig | None = None
     event_log: str | None = None
@@ -275,12 +289,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _SCHEMA.check(self)
         _ = self.chat_options, self.generation_overrides, self.config_overrides, self.pooler_options
+        _ = read_max_images(self.limit_mm_per_prompt), read_object("mm_processor_kwargs", self.mm_processor_kwargs)
         read_tenant_weights(self.tenant_weights)
         read_targets(self.target_ttft_ms, self.target_itl_ms)
         vars(self)["speculative_config"] = SpeculationConfig.from_value(self.speculative_config)
         vars(self)["kv_eviction"] = read_budget(EvictionConfig, self.kv_eviction)
         vars(self)["sparse_attention"] = read_budget(SparseAttentionConfig, self.sparse_attention)
         vars(self)["lora_extras"] = tuple(self.lora_extras)
+        vars(self)["allowed_media_domains"] = tuple(self.allowed_media_domains)
         vars(self)["kv_events_config"] = KVEventsConfig.from_value(self.kv_events_config)
         check_combinations(self)
 
@@ -421,6 +437,9 @@ _SCHEMA = Schema(
         "seed": integer(0, 2**32 - 1).optional(int),
         "lora_extras": list_of(one_of(LORA_EXTRAS), f"a list with some of {list(LORA_EXTRAS)}"),
         "linear_backend": one_of(("auto", "xla")),
+        "mm_processor_cache_gb": number(0),
+        "allowed_local_media_path": PATH,
+        "allowed_media_domains": list_of(FILLED_TEXT, "a list of host names"),
         "multi_step": FieldType(
             f"'auto' or {_FIXED_STEPS.words}",
             lambda value: value == "auto" or _FIXED_STEPS.holds(_from_text(value)),

@@ -9,9 +9,11 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
-from jaxserve.api.schema import number
+from jaxserve.api.schema import integer, number
 from jaxserve.errors import ConfigError, brief, did_you_mean
 
+MAX_IMAGES = 999  # per prompt, vLLM's default
+_COUNT = integer(0)
 _POSITIVE = number(0, excludes_low=True)
 _NO_NEUTRAL: Mapping[str, Collection[object]] = MappingProxyType({})
 
@@ -74,6 +76,19 @@ def read_tenant_weights(value: Any) -> tuple[tuple[str, float], ...]:
     if not all(map(_POSITIVE.holds, weights.values())):
         raise ConfigError(f"tenant_weights must be positive numbers by tenant, got {value!r}")
     return tuple((tenant, float(weight)) for tenant, weight in sorted(weights.items()))
+
+
+def read_max_images(value: Any) -> int:
+    """Return the maximum number of images from `limit_mm_per_prompt`; ConfigError if it allows other media."""
+    limits = read_object("limit_mm_per_prompt", value)
+    others = {name: limit for name, limit in limits.items() if name != "image" and limit != 0}
+    number = limits.get("image", MAX_IMAGES)
+    if others or not _COUNT.holds(number):
+        raise ConfigError(
+            'limit_mm_per_prompt must be {"image": N} with N of 0 or more, as no other media are supported, got '
+            f"{brief(value)}"
+        )
+    return int(number)
 
 
 def read_targets(target_ttft_ms: Any, target_itl_ms: Any) -> tuple[tuple[int | None, float, float], ...]:

@@ -52,8 +52,8 @@ ANY_VALUE: Mapping[str, str] = {
         "sleep_mode_backend sleep_mode_offload_cudagraph enable_cumem_allocator"
     ),
     "a prompt starts when the pages of its next tokens are free": "scheduler_reserve_full_isl",
-    "prompts are text or token ids; of a multimodal model the text part is served": (
-        "language_model_only disable_chunked_mm_input mm_processor_cache_gb mm_processor_cache_type "
+    "images are preprocessed on the host, and encoded on the device between steps": (
+        "disable_chunked_mm_input mm_processor_cache_type "
         "mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode mm_encoder_attn_backend "
         "mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
         "mm_encoder_fp8_scale_save_margin skip_mm_profiling video_pruning_rate video_pruning_method mm_tensor_ipc "
@@ -144,10 +144,7 @@ UNSUPPORTED: Sequence[Row] = (
     (
         "prompts are text or token ids",
         (*OFF, {}, []),
-        (
-            "enable_mm_embeds interleave_mm_strings media_io_kwargs mm_encoder_only allowed_media_domains "
-            "io_processor_plugin"
-        ),
+        ("enable_mm_embeds interleave_mm_strings media_io_kwargs mm_encoder_only io_processor_plugin"),
     ),
     ("requests name their LoRA adapters", UNSET, "default_mm_loras"),
     ("adapters' files decide which modules they change", UNSET, "lora_target_modules"),

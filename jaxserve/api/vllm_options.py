@@ -68,6 +68,12 @@ def _options(*rows: Row) -> tuple[VllmOption, ...]:
     return tuple(VllmOption(name, behaviour, accepts) for behaviour, accepts, names in rows for name in names.split())
 
 
+def _read_language_model_only(value: object) -> dict[str, Any]:
+    """Return the option that vLLM's `language_model_only` means."""
+    is_on = SWITCH.optional().read("language_model_only", value, ConfigError)
+    return {"limit_mm_per_prompt": {"image": 0}} if is_on else {}
+
+
 _NONE_OR_EMPTY: tuple[Any, ...] = (None, {})
 _BOOLS = (False, True)
 _ENGINE: Sequence[Row] = (
@@ -94,8 +100,6 @@ _ENGINE: Sequence[Row] = (
     # Tasks, adapters and other features
     ("runner and convert select the task", ("auto", "generate", None), "task"),
     ("prompts are text or token ids", (False,), "enable_prompt_embeds"),
-    ("prompts are text or token ids", _NONE_OR_EMPTY, "limit_mm_per_prompt mm_processor_kwargs"),
-    ("prompts are text or token ids", ("",), "allowed_local_media_path"),
     ("there are no logits processors", (None, []), "logits_processors"),
     ("there are no logits processors", (None,), "logits_processor_pattern"),
     ("llguidance is the only backend for structured outputs", _NONE_OR_EMPTY, "structured_outputs_config"),
@@ -140,6 +144,7 @@ VLLM_OPTIONS = (
         "kv_offloading_path",
         read=read_kv_transfer,
     ),
+    VllmOption("language_model_only", 'True sets limit_mm_per_prompt to {"image": 0}', read=_read_language_model_only),
     VllmOption("num_gpu_blocks_override", "is called num_pages", field="num_pages"),
     VllmOption("async_scheduling", "is called step_ahead, which is True by default", field="step_ahead"),
     VllmOption(
@@ -158,7 +163,7 @@ SERVER_OPTIONS = _options(*SERVER)  # vLLM's server options that are not fields 
 
 GENERATE_ARGUMENTS = _options(
     ("the tokenizer has no options", _NONE_OR_EMPTY, "tokenization_kwargs"),
-    ("prompts are text or token ids", _NONE_OR_EMPTY, "mm_processor_kwargs"),
+    ("a prompt has its own mm_processor_kwargs", _NONE_OR_EMPTY, "mm_processor_kwargs"),
 )
 
 SAMPLING_ARGUMENTS = _options(  # SamplingParams arguments; best_of may also be `n`
@@ -270,7 +275,8 @@ _SHARED = (  # EngineConfig fields with vLLM's name and meaning; None means the 
     *("model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size"),
     *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"),
     *("max_long_partial_prefills", "long_prefill_token_threshold", "gpu_memory_utilization", "enable_prefix_caching"),
-    "kv_offloading_size",
+    *("kv_offloading_size", "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb"),
+    *("allowed_local_media_path", "allowed_media_domains"),
     *("seed", "runner", "convert", "pooler_config", "hf_overrides", "generation_config", "override_generation_config"),
     *("max_logprobs", "scheduling_policy", "speculative_config", "attention_backend", "linear_backend"),
     *("kv_events_config", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),

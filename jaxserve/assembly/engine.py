@@ -10,6 +10,7 @@ from jaxserve.api.metrics import Occupancy, PeakRates, StepStats
 from jaxserve.assembly.device_state import Devices
 from jaxserve.assembly.generation_defaults import build_arch, build_sampling_params, output_limits, resolve_quantization
 from jaxserve.assembly.host import CoreHost
+from jaxserve.assembly.images import build_image_reader
 from jaxserve.assembly.parameters import Weights
 from jaxserve.core.adapter_names import AdapterNames
 from jaxserve.core.core import EngineCore
@@ -65,6 +66,7 @@ class Engine:
         self.tokenizer = (
             None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path, config.chat_options)
         )
+        images = build_image_reader(config, self.arch, self.tokenizer)
         self.default_sampling_params = build_sampling_params(config)
         self.output_limits = output_limits(config)
         eos_ids = self.arch.eos_ids | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
@@ -91,6 +93,7 @@ class Engine:
             check_fits=host.check_fits,
             is_lock_step=host.peers is not None,
             adapters=self.adapters,
+            images=images,
         )
         self.sessions = Sessions.at(config.kv_offloading_path, has_prefix_cache=config.enable_prefix_caching)
         self.frontend = Frontend(host.send, host.outbox, self.stats, self.arch.pooler, self.sessions.note)
@@ -152,6 +155,8 @@ class Engine:
     def close(self) -> None:
         """Abort all requests, stop compiling, and free weights and pools. Nothing can be served any more."""
         self.host.close()
+        if self.reader.images is not None:
+            self.reader.images.close()
         self.settle()
 
     def sleep(self, level: int = 1) -> None:

@@ -1,7 +1,7 @@
 """A checkpoint's configuration: model sizes and recommended sampling."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxserve import weights
 from jaxserve.api.config import WEIGHT_FORMATS, EngineConfig
+from jaxserve.api.option_values import read_max_images
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, Pooler, PoolingKind, pooling_kind
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.overrides import overridden, overridden_fields, warn_of_idle
@@ -34,12 +35,8 @@ def build_arch(config: EngineConfig) -> ArchConfig:
     Raises:
         ConfigError: the checkpoint or an option is not supported.
     """
-    with registry.config_errors():
-        raw = weights.read_config(config.model_path)
     read = partial(_read_arch, config)
-    if fields := overridden_fields(config.config_overrides, config.model_path):
-        warn_of_idle(fields, raw, read)
-    arch = read(overridden(raw, fields))
+    arch = read(read_model_config(config, read))
     arch = arch.within(config.max_model_len or arch.max_position)
     arch = arch.with_page_budget(config.page_budget, config.max_model_len or arch.max_position)
     arch = arch.divided(config.tensor_parallel_size, config.expert_parallel_size, config.num_data_shards)
@@ -47,10 +44,24 @@ def build_arch(config: EngineConfig) -> ArchConfig:
     return dataclasses.replace(arch, eos_ids=arch.eos_ids | token_id_set(_read_generation(config).get("eos_token_id")))
 
 
+def read_model_config(config: EngineConfig, read: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
+    """Return the model's config.json with `hf_overrides`; warn of those on which the result of `read` does not depend.
+
+    Raises:
+        ConfigError: the file or an override is malformed.
+    """
+    with registry.config_errors():
+        raw = weights.read_config(config.model_path)
+    fields = overridden_fields(config.config_overrides, config.model_path)
+    if fields and read is not None:
+        warn_of_idle(fields, raw, read)
+    return overridden(raw, fields)
+
+
 def _read_arch(config: EngineConfig, raw: Mapping[str, Any]) -> ArchConfig:
     """Return the sizes of the model with the config.json content `raw`, for generating or pooling as configured."""
     if (pooler := _build_pooler(config, raw)) is None:
-        return registry.from_hf_config(raw, with_images=True)
+        return registry.from_hf_config(raw, with_images=read_max_images(config.limit_mm_per_prompt) > 0)
     generator = pooling_heads.generator_config(raw, registry.FAMILIES)
     return pooling_heads.pooling_arch(registry.from_hf_config(generator), pooler)
 

@@ -82,7 +82,7 @@ class OfflineEngine:
     def __init__(self, engine: Engine, threads: EngineThreads) -> None:
         self.config, self.schedule = engine.config, engine.schedule
         self.default_sampling_params = engine.default_sampling_params
-        self.tokenizer, self.adapters = engine.tokenizer, engine.adapters
+        self.tokenizer, self.adapters, self.images = engine.tokenizer, engine.adapters, engine.reader.images
         self._engine, self._threads = engine, threads
         self._ended: SimpleQueue[RequestGroup] = SimpleQueue()
         self._unfinished: dict[str, RequestGroup] = {}

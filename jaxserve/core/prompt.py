@@ -1,18 +1,20 @@
 """Prompts: their accepted types, and the token ids they stand for."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import PromptTooLongError, RequestError
+from jaxserve.images.inputs import PROMPT_KEYS
+from jaxserve.images.prepared import ExpandedPrompt
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 
 USER_SALT = "user:"  # start of the prefix cache namespaces that callers may share
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "reuse"}
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "reuse", *PROMPT_KEYS}
 
 
 def read_prompt(
@@ -22,6 +24,7 @@ def read_prompt(
     max_tokens: int | None = None,
     *,
     keeps_first: bool = False,
+    rewrite: Callable[[str], str] | None = None,
 ) -> tuple[str | None, TokenIds, str | None]:
     """Return a prompt's text (None if it has only token ids), its token ids and its cache salt.
 
@@ -31,6 +34,7 @@ def read_prompt(
         tokenizer: None if prompts must be token ids.
         max_tokens: maximum number of tokens; of more, the last ones are kept. None for all.
         keeps_first: True to keep the first ones instead.
+        rewrite: function from the text to the one that is encoded; None for the same.
 
     Raises:
         RequestError: the prompt has no accepted type.
@@ -52,7 +56,10 @@ def read_prompt(
     if isinstance(content, str):
         if tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer; pass token ids, or drop skip_tokenizer_init")
-        return content, tokenizer.encode(content, max_tokens=max_tokens, keeps_first=keeps_first), salt
+        written = content if rewrite is None else rewrite(content)
+        return content, tokenizer.encode(written, max_tokens=max_tokens, keeps_first=keeps_first), salt
+    if isinstance(content, ExpandedPrompt):
+        return text, content, salt
     token_ids = _read_token_ids(content)
     if max_tokens is not None:
         token_ids = token_ids[:max_tokens] if keeps_first else token_ids[-max_tokens:]

@@ -33,7 +33,10 @@ from jaxserve.core.prompt import (
     read_prompt,
 )
 from jaxserve.errors import RequestError, brief
-from jaxserve.images.prepared import ImageSpan
+from jaxserve.images.inputs import ImageInputs
+from jaxserve.images.positions import axis_positions
+from jaxserve.images.prepared import ExpandedPrompt, ImageSpan
+from jaxserve.images.reader import ImageReader
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.text.bad_words import encode_bad_words
@@ -59,9 +62,11 @@ class RequestReader:
         check_fits: raises RequestError for a request that could not finish even by itself.
         is_lock_step: True if other processes run the same steps.
         adapters: LoRA adapters by name.
+        images: reader of images in prompts; None if prompts can have none.
 
     Attributes:
         grammars: constraints for structured outputs.
+        images: reader of images in prompts; None if prompts can have none.
     """
 
     def __init__(
@@ -75,11 +80,12 @@ class RequestReader:
         check_fits: Callable[[Request], None],
         is_lock_step: bool,
         adapters: AdapterNames,
+        images: ImageReader | None = None,
     ) -> None:
         self._config, self._schedule, self._tokenizer, self._arch = config, schedule, tokenizer, arch
         self.eos_ids, self._check_fits, self._pooler = eos_ids, check_fits, arch.pooler
         self.grammars = Grammars(lambda: tokenizer, arch.vocab_size, eos_ids, is_lock_step=is_lock_step)
-        self._adapters = adapters
+        self._adapters, self.images = adapters, images
         self._seeds = random.Random(config.seed)
         self._arrivals = itertools.count()
         self._has_warned_of_length = False
@@ -97,7 +103,6 @@ class RequestReader:
         shares_last_page: bool = False,
         reuse: ReuseHint | None = None,
         images: Sequence[ImageSpan] = (),
-        axes: NDArray[np.int32] | None = None,
     ) -> RequestGroup:
         """Check the parameters and read the prompt of a request, without queueing it.
 
@@ -110,8 +115,7 @@ class RequestReader:
             lora_request: LoRA adapter; None for the base model.
             shares_last_page: see `Request`.
             reuse: when the client expects to use the prompt again.
-            images: images of a prompt whose token ids are expanded.
-            axes: its positions for M-RoPE.
+            images: prepared images of a prompt whose token ids are expanded.
 
         Raises:
             RequestError: the request cannot be served.
@@ -121,23 +125,48 @@ class RequestReader:
         if limit is None:
             self.check_text(prompt.get("prompt") if isinstance(prompt, Mapping) else prompt)
         keeps_first = params.truncation_side == "right"
-        text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit, keeps_first=keeps_first)
+        inputs = self._image_inputs(prompt)
+        rewrite = self.images.placeholders.in_text if self.images is not None and inputs.images else None
+        text, token_ids, salt = read_prompt(
+            prompt, cache_salt, self._tokenizer, limit, keeps_first=keeps_first, rewrite=rewrite
+        )
+        spans = tuple(images) or (token_ids.images if isinstance(token_ids, ExpandedPrompt) else ())
+        if self.images is not None and not spans and not isinstance(token_ids, ExpandedPrompt):
+            token_ids, spans = self.images.expand(token_ids, inputs, salt or "")
+        if spans and limit is not None:
+            raise RequestError(f"truncate_prompt_tokens must be None for a prompt with images, got a limit of {limit}")
         self._check(token_ids, params)
         self._check_priority(priority)
         hint = ReuseHint.check(prompt.get("reuse", reuse) if isinstance(prompt, Mapping) else reuse)
+        axes = self._axes(len(token_ids), spans)
         requests = self._expand(request_id, token_ids, params, salt, tenant, priority)
         adapter, start = self._adapters.resolve(lora_request, token_ids)
         for request in requests:
             request.shares_last_page = shares_last_page
             request.adapter, request.adapter_start = adapter, start
             request.reuse = hint
-            request.images, request.axes = tuple(images), axes
-        self._check_images(images)
+            request.images, request.axes = spans, axes
+        self._check_images(spans)
         _check_some_allowed(requests[0])
         self._check_fits(requests[0])  # its siblings then fit as well, on any replica
         group = RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)
         self._adapters.hold(adapter, group)
         return group
+
+    def _image_inputs(self, prompt: Prompt) -> ImageInputs:
+        """Return a prompt's images as they were given; RequestError if the engine takes none."""
+        inputs = ImageInputs.from_prompt(prompt)
+        if inputs.images and self.images is None:
+            raise RequestError(
+                f"a prompt with multi_modal_data needs a model that takes images, got {self._arch.architecture}, a "
+                "preprocessor_config.json, and a limit_mm_per_prompt that allows them; drop it"
+            )
+        return inputs
+
+    def _axes(self, num_tokens: int, spans: Sequence[ImageSpan]) -> NDArray[np.int32] | None:
+        """Return a prompt's positions for M-RoPE; None if they only count its tokens."""
+        has_axes = self._arch.images is not None and self._arch.images.has_axes
+        return axis_positions(num_tokens, spans)[0] if has_axes and spans else None
 
     def _read_params(self, params: SamplingParams | PoolingParams) -> tuple[SamplingParams, PoolingParams | None]:
         """Check the parameters again, since the caller may have changed them.

@@ -25,8 +25,8 @@ class Placeholders:
         row_end: token after each row of embeddings but the last; None without.
         image_end: token after the last row.
         block_size: side of the patch blocks that become one embedding, if rows end in tokens.
-        written: text in a rendered chat, or in a text prompt, that stands for an image, if it is not the placeholder.
-        encoded: text that replaces it before the text is encoded.
+        written: text that stands for an image in a text prompt, or in a chat whose template writes none.
+        encoded: text that replaces it before the prompt is encoded; empty if it stays.
     """
 
     token_id: int
@@ -109,17 +109,19 @@ class Placeholders:
             next_found += len(indices)
         return tuple(placed)
 
-    def replaced(self, text: str, marked: str) -> tuple[str, str]:
-        """Return a text, and its copy in which client-written special tokens are marked, ready to be encoded.
+    def in_text(self, text: str, marked: str | None = None) -> str:
+        """Return a text as it is encoded if the prompt has images.
 
         Args:
-            text: rendered chat, or a text prompt.
-            marked: the same text with stand-ins for some characters; only its special tokens are placeholders.
+            text: text prompt, or rendered chat.
+            marked: the same with stand-ins for characters in client-written special tokens, which are no placeholders;
+                None if they are.
         """
-        if not self.written or self.written not in marked:
-            return text, marked
+        if not self.encoded:
+            return text
+        marked = text if marked is None else marked
         parts, start = [], 0
         while (index := marked.find(self.written, start)) >= 0:
             parts += [text[start:index], self.encoded]
             start = index + len(self.written)
-        return "".join([*parts, text[start:]]), marked.replace(self.written, self.encoded)
+        return "".join([*parts, text[start:]])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,6 +63,19 @@ class ImageSpan:
     def positions(self) -> NDArray[np.int32]:
         """Prompt indices that take embeddings."""
         return self.tokens + np.int32(self.start)
+
+
+class ExpandedPrompt(list[int]):
+    """Token ids of a prompt in which each image has all its tokens.
+
+    Args:
+        token_ids: the token ids.
+        images: its images, in order.
+    """
+
+    def __init__(self, token_ids: Iterable[int], images: Sequence[ImageSpan] = ()) -> None:
+        super().__init__(token_ids)
+        self.images = tuple(images)
 
 
 def count_embeddings(spans: Sequence[ImageSpan]) -> int:

@@ -27,6 +27,7 @@ from jaxserve.api.lora_request import LoRARequest
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.schema import SWITCH, Schema, integer, number, one_of
 from jaxserve.errors import RequestError, brief
+from jaxserve.images.prepared import ExpandedPrompt
 from jaxserve.offline.offline_calls import as_loaded, progress_bar
 
 if TYPE_CHECKING:
@@ -131,19 +132,20 @@ class _Search:
         finished: finished beams with their scores, the best first.
         cache_salt: the prompt's cache salt.
         lora_request: the prompt's LoRA adapter.
+        images: the prompt's images.
     """
 
     def __init__(
         self,
         prompt: Prompt,
-        token_ids: TokenIds,
+        token_ids: ExpandedPrompt,
         params: BeamSearchParams,
         eos_ids: frozenset[int],
         max_steps: int,
         lora_request: LoRARequest | None = None,
     ) -> None:
-        self.lora_request = lora_request
-        self.running = [BeamSearchSequence(prompt, token_ids)]
+        self.lora_request, self.images = lora_request, token_ids.images
+        self.running = [BeamSearchSequence(prompt, list(token_ids))]
         self.cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         self.finished: list[tuple[float, BeamSearchSequence]] = []
         self._width, self._length_penalty = params.beam_width, params.length_penalty
@@ -234,7 +236,8 @@ def search(
     for prompt, group, adapter in zip(prompts, groups, adapters or [None] * len(prompts), strict=True):
         request = group.requests[0]
         max_steps = request.max_total_tokens - request.num_prompt_tokens
-        searches.append(_Search(prompt, request.prompt_token_ids, params, eos_ids, max_steps, as_loaded(adapter)))
+        prompt_ids = ExpandedPrompt(request.prompt_token_ids, request.images)
+        searches.append(_Search(prompt, prompt_ids, params, eos_ids, max_steps, as_loaded(adapter)))
     some = concurrency_limit or max(len(searches), 1)
     with progress_bar(use_tqdm, total=len(searches), desc="Beam search", unit="prompt") as bar:
         for first in range(0, len(searches), some):
@@ -246,7 +249,7 @@ def _run(calls: Calls, searches: Sequence[_Search], one_token: SamplingParams, e
     """Run several searches to their ends, simultaneously; call `ended` after each step with the number that ended."""
     while running := [each for each in searches if each.running]:
         beams: list[Prompt] = [
-            {"prompt_token_ids": beam.tokens, "cache_salt": each.cache_salt}
+            {"prompt_token_ids": ExpandedPrompt(beam.tokens, each.images), "cache_salt": each.cache_salt}
             for each in running
             for beam in each.running
         ]

@@ -35,6 +35,7 @@ from jaxserve.offline.offline_calls import (
 )
 from jaxserve.offline.pooling_calls import PoolingCalls, require_tokenizer
 from jaxserve.offline.saved_sessions import SavedSessions
+from jaxserve.text.image_chats import encode_chat, split_images
 from jaxserve.text.loading import load_hf_tokenizer
 from jaxserve.text.messages import Message
 
@@ -203,8 +204,11 @@ class LLM(PoolingCalls):
             content_format=chat_template_content_format,
             continue_final_message=continue_final_message,
         )
-        chats = [render(chat) for chat in _as_conversations(messages)]
-        prompts = [{"prompt": chat.text, "prompt_token_ids": tokenizer.encode_chat(chat)} for chat in chats]
+        reader, prompts = self.engine.reader.images, list[Prompt]()
+        for conversation in _as_conversations(messages):
+            split, images = (conversation, []) if reader is None else split_images(conversation, reader)
+            chat = render(split)
+            prompts.append({"prompt": chat.text, "prompt_token_ids": encode_chat(tokenizer, chat, reader, images)})
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, priority=priority)
 
     def beam_search(

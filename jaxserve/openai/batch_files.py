@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ from jaxserve.openai.batch_output import (
 )
 from jaxserve.openai.batch_paths import check_output, open_input
 from jaxserve.openai.batch_progress import BatchProgress
-from jaxserve.openai.context import BodyContext
+from jaxserve.openai.context import BodyContext, allow_any
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
 from jaxserve.openai.fields import ANY, BodyField, BodyReader, each, needed
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest
@@ -184,19 +185,16 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
 def _context(engine: BatchEngine, model_names: Sequence[str]) -> BodyContext:
     """Return the context for reading bodies without a server; `model_names` as in `run_batch`."""
     tokenizer, config = engine.tokenizer, engine.config
-
-    def check_prompt(text: str) -> None:
-        if tokenizer is not None:
-            check_bound(text, tokenizer, engine.schedule)
-
+    check = partial(check_bound, tokenizer=tokenizer, schedule=engine.schedule) if tokenizer is not None else allow_any
     return BodyContext(
         model_names[0] if model_names else config.model or config.model_path.name,
         tuple(model_names),
         tokenizer,
         engine.default_sampling_params,
-        check_prompt=check_prompt,
+        check_prompt=check,
         max_model_len=engine.schedule.max_model_len,
         adapters=getattr(engine, "adapters", ()),
+        images=getattr(engine, "images", None),
     )
 
 

@@ -23,6 +23,7 @@ from jaxserve.openai.tools import (
     template_messages,
 )
 from jaxserve.text.chat_template import RenderedChat
+from jaxserve.text.image_chats import encode_chat, split_images
 from jaxserve.text.messages import content_text
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -116,6 +117,7 @@ def read_prompt(given: Json, context: BodyContext, tools: Tools = NO_TOOLS, *, a
     if template is not None and not context.takes_templates:
         message = "chat_template of requests is not trusted here; leave it out, or start the server with "
         raise BadRequestError(f"{message}--trust-request-chat-template", "chat_template", "unsupported_value")
+    messages, images = _split_images(messages, context)
     messages = template_messages(messages, has_text_arguments=chat_format.text_arguments)
     variables = dict(given.get("chat_template_kwargs", {}))
     continues = given.get("continue_final_message", False)
@@ -141,10 +143,26 @@ def read_prompt(given: Json, context: BodyContext, tools: Tools = NO_TOOLS, *, a
         is_about_end = str(error).startswith("continue_final_message")
         raise BadRequestError(str(error), "continue_final_message" if is_about_end else "messages") from error
     context.text_check(given)(rendered.text)
-    token_ids = tokenizer.encode_chat(rendered, given.get("add_special_tokens", False))
+    try:
+        token_ids = encode_chat(
+            tokenizer, rendered, context.images, images, add_special_tokens=given.get("add_special_tokens", False)
+        )
+    except RequestError as error:
+        raise BadRequestError(str(error), "messages") from error
     last = messages[-1]["role"], content_text(messages[-1].get("content"))
     honoured = {"reasoning_effort"} if used else set[str]()
     return ChatPrompt(rendered, token_ids, chat_format, last, adds_header, honoured)
+
+
+def _split_images(messages: list[Json], context: BodyContext) -> tuple[list[Json], list[Any]]:
+    """Return messages with stand-ins for images, and the images; BadRequestError if a part for one is malformed."""
+    if context.images is None:
+        return messages, []
+    try:
+        split, images = split_images(messages, context.images)
+    except RequestError as error:
+        raise BadRequestError(str(error), "messages") from error
+    return [dict(message) for message in split], images
 
 
 def _check_read(variables: Json, known: frozenset[str]) -> None:

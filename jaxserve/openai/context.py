@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from jaxserve.api.pooling_params import Pooler
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.images.reader import ImageReader
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.errors import BadRequestError, Json
 from jaxserve.text.tokenizer import Tokenizer
@@ -34,6 +35,7 @@ class BodyContext:
         pooler: pooling of the model; None if it generates text.
         max_prompts: maximum number of scored pairs; they are counted before any is encoded.
         adapters: names of LoRA adapters, which `model` may have too; they may change while serving.
+        images: reader of images in chats; None if they can have none.
     """
 
     default_name: str
@@ -50,6 +52,7 @@ class BodyContext:
     pooler: Pooler | None = None
     max_prompts: int = 1024
     adapters: Collection[str] = ()
+    images: ImageReader | None = None
 
     def needed_tokenizer(self, name: str) -> Tokenizer:
         """Return the tokenizer; if there is none, raise BadRequestError for the field `name` that needs it."""

@@ -73,9 +73,15 @@ _OUTPUT_CONFIG: ObjectFields = {"effort": TEXT, "format": OBJECT}
 _FORMATS = {"json_schema": {"schema": needed(OBJECT)}}
 _THINKING = dict.fromkeys(("enabled", "adaptive", "disabled"), dict.fromkeys(("budget_tokens", "display"), IGNORED))
 _TEXT_BLOCK: ObjectFields = {"text": needed(TEXT), "citations": IGNORED, **_CACHED}
+_IMAGE_BLOCK: ObjectFields = {"source": needed(OBJECT), **_CACHED}
+_SOURCES: Mapping[str, ObjectFields] = {
+    "base64": {"media_type": needed(TEXT), "data": needed(TEXT)},
+    "url": {"url": needed(TEXT)},
+}
 _BLOCKS: Mapping[str, Mapping[str, ObjectFields]] = {  # keys are roles
     "user": {
         "text": _TEXT_BLOCK,
+        "image": _IMAGE_BLOCK,
         "tool_result": {"content": ANY, "is_error": SWITCH, "tool_use_id": needed(TEXT), **_CACHED},
     },
     "assistant": {
@@ -214,6 +220,8 @@ class _Turns:
         match name:
             case "text":
                 self._append(role, {"type": "text", "text": block["text"]})
+            case "image":
+                self._append(role, {"type": "image_url", "image_url": {"url": self._url(block["source"])}})
             case "tool_result":
                 text = content_text(self.content(block.get("content", ""), "messages"))  # few templates read parts
                 if block.get("is_error"):  # chats have no such field
@@ -225,6 +233,11 @@ class _Turns:
                 turn.setdefault("tool_calls", []).append(call)
             case "thinking":
                 turn["reasoning"] = turn.get("reasoning", "") + block["thinking"]
+
+    def _url(self, source: Json) -> str:
+        """Return the URL of an image block's source."""
+        name, given = self._reader.read_variant(source, _SOURCES, "the source of an image", "messages")
+        return str(given["url"] if name == "url" else f"data:{given['media_type']};base64,{given['data']}")
 
     def _append(self, role: str, new: str | Json) -> None:
         """Add text or a content part to the last message, or to a new one if the last has another role."""

@@ -109,6 +109,12 @@ _ITEMS: Mapping[str, ObjectFields] = {
 }
 _TEXT_PART: ObjectFields = {"text": needed(TEXT), **each(DROPPED, "annotations", "logprobs", "prompt_cache_breakpoint")}
 _PARTS: Mapping[str, ObjectFields] = {
+    "input_image": {
+        "image_url": needed(TEXT),
+        "detail": IGNORED,
+        "file_id": only(why="there are no uploaded images; send a data: URL in image_url"),
+        "prompt_cache_breakpoint": DROPPED,
+    },
     **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), _TEXT_PART),
     "refusal": {"refusal": needed(TEXT)},
 }
@@ -274,5 +280,12 @@ class _Turns:
             return content
         if not isinstance(content, list):
             raise BadRequestError(f"a content must be text or a list of parts, got {brief(content)}", "input")
-        read = (self._reader.read_variant(part, _PARTS, "a part of a content", "input")[1] for part in content)
-        return [{"type": "text", "text": text} for part in read for text in part.values()]
+        read = (self._reader.read_variant(part, _PARTS, "a part of a content", "input") for part in content)
+        return [_chat_part(kind, value) for kind, part in read for value in part.values()]
+
+
+def _chat_part(kind: str, value: str) -> Json:
+    """Return a content part of the type `kind`, whose text or URL is `value`, as a part of a chat message."""
+    if kind == "input_image":
+        return {"type": "image_url", "image_url": {"url": value}}
+    return {"type": "text", "text": value}

@@ -83,6 +83,7 @@ class Service:
             pooler=engine.arch.pooler,
             max_prompts=config.max_prompts,
             adapters=engine.adapters,
+            images=engine.reader.images,
         )
         self.adapters = Adapters(engine, config, self.model_names)
         self._streams: Streams | None = None

@@ -20,6 +20,7 @@ import tokenizers
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import RequestError
 from jaxserve.text.encoding import encode_freely
+from jaxserve.text.messages import ImagePart
 
 _FIRST_STAND_IN, _LAST_STAND_IN = 0xF0000, 0xFFFFD  # private-use plane
 _EDGE = "\U0010fffe"  # noncharacter, absent from tokenizers
@@ -140,6 +141,8 @@ class _Replacement:
         """Return a copy of a JSON value with stand-ins in all its strings and keys; `name` is its key in an object."""
         if isinstance(value, str):
             return value if name in _COMPARED and _WORD.fullmatch(value) else self._replace(value)
+        if isinstance(value, ImagePart):  # not the client's text
+            return value
         if isinstance(value, Mapping):
             return {
                 self._replace(key) if isinstance(key, str) else key: self.apply(each, str(key))

@@ -14,6 +14,21 @@ _ROLE = re.compile(r"[\w.-]{1,64}")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
+class ImagePart(dict[str, Any]):
+    """Content part that stands for an image in a template's messages.
+
+    Args:
+        written: text that stands for it where a template reads no parts.
+
+    Attributes:
+        written: the same.
+    """
+
+    def __init__(self, written: str) -> None:
+        super().__init__(type="image")
+        self.written = written
+
+
 class Parts(list[dict[str, Any]]):
     """List of a message's content parts that behaves like its text if a template treats it as text.
 
@@ -37,7 +52,10 @@ class Parts(list[dict[str, Any]]):
 
 def joined_text(parts: Sequence[Mapping[str, Any]]) -> str:
     """Return the texts in content parts as separate lines, like vLLM."""
-    texts = (part.get("text") or part.get("thinking") or part.get("refusal") for part in parts)
+    texts = (
+        part.written if isinstance(part, ImagePart) else part.get("text") or part.get("thinking") or part.get("refusal")
+        for part in parts
+    )
     return "\n".join(text for text in texts if text)
 
 
@@ -100,6 +118,8 @@ def _plain(message: Message, *, thinking: bool) -> dict[str, Any]:
 
 def _part(part: object, role: str, *, thinking: bool) -> dict[str, Any]:
     """Check a content part of a message with this role, and return it as a text part, or as "thinking" if kept."""
+    if isinstance(part, ImagePart):
+        return part
     if isinstance(part, str):
         return {"type": "text", "text": part}
     given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
@@ -111,12 +131,12 @@ def _part(part: object, role: str, *, thinking: bool) -> dict[str, Any]:
         raise RequestError(f"content parts of the type refusal must be of the assistant, got one of the role {role!r}")
     if field is None and isinstance(kind, str) and kind not in ("thinking", ""):
         raise RequestError(
-            f'content parts must be {{"type": "text", "text": str}}, as only text is read, got one of the unsupported '
-            f"type {kind!r}; leave out images, audio and files"
+            f'content parts must be {{"type": "text", "text": str}}, or images if the model takes them, got one of the '
+            f"unsupported type {kind!r}; leave out images, audio and files"
         )
     if field is None or not isinstance(given.get(field), str):
         raise RequestError(
-            f'content parts must be {{"type": "text", "text": str}}, as only text is read, got {brief(part)}; '
-            "leave out images, audio and files"
+            'content parts must be {"type": "text", "text": str}, or images if the model takes them, got '
+            f"{brief(part)}; leave out images, audio and files"
         )
     return given if kind == "text" else {**given, "type": "text", "text": given[field]}

@@ -71,10 +71,9 @@ def test_other_counts_are_refused_with_both_numbers(prompt, images):
 
 def test_only_the_templates_placeholders_are_replaced():
     placeholders = Placeholders(IMAGE, written="<begin>", encoded="\n<begin><image><end>\n")
-    assert placeholders.replaced("a<begin>b", "a<begin>b")[0] == "a\n<begin><image><end>\nb"
-    text, marked = placeholders.replaced("<begin>x<begin>", "<begin>x#begin>")
-    assert text == "\n<begin><image><end>\nx<begin>"
-    assert len(text) == len(marked)
+    assert placeholders.in_text("a<begin>b") == "a\n<begin><image><end>\nb"
+    assert placeholders.in_text("<begin>x<begin>", "<begin>x#begin>") == "\n<begin><image><end>\nx<begin>"
+    assert PLAIN.in_text("a<image>") == "a<image>"
 
 
 @pytest.mark.parametrize(

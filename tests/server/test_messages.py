@@ -23,6 +23,9 @@ def client(server: Running) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
+IMAGE = {"type": "base64", "media_type": "image/png", "data": "x"}
+
+
 def test_message_equals_chat(client: anthropic.Anthropic, server: Running) -> None:
     chat = {
         "messages": [
@@ -100,7 +103,8 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
         ("max_tokens", -1, "max_tokens"),
         ("messages", None, "must be given"),
         ("messages", [{"role": "assistant", "content": ""}], "last message"),
-        ("messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}], "'image'"),
+        ("messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}], "source of an image"),
+        ("messages", [{"role": "user", "content": [{"type": "image", "source": IMAGE}]}], "'image_url'"),
         ("tools", [{"type": "bash_20250124", "name": "bash"}], "bash_20250124"),
         ("container", "x", "container"),
         ("temperature", "hot", "temperature"),

@@ -140,7 +140,7 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
         ("text", {"format": {"type": "xml"}}, "json_schema"),
         ("input", [], "at least one"),
         ("input", [{"type": "item_reference", "id": "x"}], "item_reference"),
-        ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input_text"),
+        ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "'image_url'"),
         ("input", ["x"], "object"),
         ("input", "x" * 4000, "reduce the length"),
         ("messages", [], "input"),

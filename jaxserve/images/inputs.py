@@ -1,0 +1,69 @@
+"""ImageInputs: images as prompts give them, under vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxserve.errors import RequestError, brief
+
+PROMPT_KEYS = frozenset({"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"})
+IMAGE = "image"
+_OTHERS = "audio and video are not supported; leave them out"
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """A prompt's images and their options.
+
+    Attributes:
+        images: images in the order of their placeholders: Pillow images, arrays, file contents, URLs, or None for one
+            that its name finds in the cache.
+        names: caller's ids for the images, None for those identified by their content.
+        adjusted: `mm_processor_kwargs`.
+    """
+
+    images: Sequence[Any] = ()
+    names: Sequence[str | None] = ()
+    adjusted: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_prompt(cls, prompt: object) -> ImageInputs:
+        """Read a prompt's images; RequestError if one of its fields is malformed."""
+        if not isinstance(prompt, Mapping) or not prompt.keys() & PROMPT_KEYS:
+            return NO_IMAGES
+        images = _listed(_images(prompt.get("multi_modal_data"), "multi_modal_data"))
+        given = _images(prompt.get("multi_modal_uuids"), "multi_modal_uuids")
+        names = [None] * len(images) if given is None else _listed(given)
+        if len(names) != len(images) or not all(isinstance(name, str | None) for name in names):
+            raise RequestError(
+                f"multi_modal_uuids must have a string or None per image, got {brief(names)} for {len(images)} images"
+            )
+        if any(image is None and not name for image, name in zip(images, names, strict=True)):
+            raise RequestError("multi_modal_data may have None only for an image with a name in multi_modal_uuids")
+        adjusted = prompt.get("mm_processor_kwargs") or {}
+        if not isinstance(adjusted, Mapping) or not all(isinstance(name, str) for name in adjusted):
+            raise RequestError(f"mm_processor_kwargs must be a dict, got {brief(adjusted)}")
+        return cls(images, names, dict(adjusted))
+
+
+NO_IMAGES = ImageInputs()
+
+
+def _images(given: object, name: str) -> Any:
+    """Return the entry for images in the field `name`; RequestError for other media."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise RequestError(f'{name} must be a dict, such as {{"image": ...}}, got {brief(given)}')
+    if others := sorted(str(key) for key, value in given.items() if key != IMAGE and value):
+        raise RequestError(f"{name} must have only the key {IMAGE!r}, got also {others}: {_OTHERS}")
+    return given.get(IMAGE)
+
+
+def _listed(images: Any) -> list[Any]:
+    """Return one image, or a list of them, as a list."""
+    if images is None:
+        return []
+    return list(images) if isinstance(images, list | tuple) else [images]

@@ -1,0 +1,210 @@
+"""ImageReader: a model's images, from prompts with placeholders to spans of expanded prompts."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxserve.errors import ConfigError, RequestError, brief, install_extra
+from jaxserve.images.cache import ImageCache
+from jaxserve.images.decoding import MAX_PIXELS, Decoders
+from jaxserve.images.inputs import ImageInputs
+from jaxserve.images.loading import ImageSources
+from jaxserve.images.placeholders import Placeholders, TokenIds
+from jaxserve.images.prepared import ImageSpan, PreparedImage
+from jaxserve.images.processor import DIGEST_SIZE, ImageProcessor, as_rgb, image_from_array
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+_MAX_PROCESSORS = 16  # kept for different mm_processor_kwargs
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Options for images.
+
+    Attributes:
+        max_images: maximum number of images per prompt.
+        cache_bytes: size of prepared images that are kept.
+        adjusted: `mm_processor_kwargs` for all requests.
+        sources: allowed sources of files.
+    """
+
+    max_images: int = 999
+    cache_bytes: int = 4 * 2**30
+    adjusted: Mapping[str, Any] = field(default_factory=dict)
+    sources: ImageSources = field(default_factory=ImageSources)
+
+
+class ImageReader:
+    """Reads the images of prompts, on any thread.
+
+    Args:
+        new_processor: function from `mm_processor_kwargs` to the model's image processor.
+        placeholders: the model's tokens for images.
+        options: options.
+
+    Attributes:
+        placeholders: the model's tokens for images.
+        options: options.
+        cache: prepared images.
+    """
+
+    def __init__(
+        self,
+        new_processor: Callable[[Mapping[str, Any]], ImageProcessor],
+        placeholders: Placeholders,
+        options: ImageOptions,
+    ) -> None:
+        self.placeholders, self.options, self._new_processor = placeholders, options, new_processor
+        self.cache = ImageCache(options.cache_bytes)
+        self._decoders = Decoders()
+        self._processors: dict[str, ImageProcessor] = {}
+        self._lock = threading.Lock()
+        self._processor({})  # a checkpoint's error is one of the start
+
+    def expand(
+        self, token_ids: TokenIds, inputs: ImageInputs, namespace: str = ""
+    ) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
+        """Return a prompt in which each image has all its tokens, and its prepared images.
+
+        Args:
+            token_ids: prompt.
+            inputs: its images.
+            namespace: salt; callers with different ones never find each other's images by name.
+
+        Raises:
+            RequestError: an image cannot be read, or there is another number of placeholders.
+        """
+        if not inputs.images and self.placeholders.token_id not in token_ids:
+            return token_ids, ()
+        return self.placeholders.expand(token_ids, self.prepare(inputs, namespace))
+
+    def prepare(self, inputs: ImageInputs, namespace: str = "") -> list[PreparedImage]:
+        """Return a prompt's images for the tower; see `expand`."""
+        if len(inputs.images) > self.options.max_images:
+            raise RequestError(
+                f"a prompt must have at most {self.options.max_images} images, got {len(inputs.images)}; the engine's "
+                "limit_mm_per_prompt allows more"
+            )
+        if inputs.images and find_spec("PIL") is None:
+            raise RequestError(f"images in a prompt need Pillow; {install_extra('images')}")
+        processor = self._processor(inputs.adjusted)
+        prepared = []
+        for number, (image, name) in enumerate(zip(inputs.images, inputs.names, strict=True), 1):
+            try:
+                prepared.append(self._prepare(processor, image, name, namespace))
+            except RequestError as error:
+                raise RequestError(f"image {number} of the prompt: {error}") from error
+        return prepared
+
+    def close(self) -> None:
+        """End the decoding processes."""
+        self._decoders.close()
+
+    def _processor(self, adjusted: Mapping[str, Any]) -> ImageProcessor:
+        """Return the image processor for a request's `mm_processor_kwargs`; RequestError if they are not supported."""
+        try:
+            key = json.dumps(adjusted, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise RequestError(f"mm_processor_kwargs must be JSON values, got {brief(adjusted)}") from error
+        with self._lock:
+            if (known := self._processors.get(key)) is not None:
+                return known
+        try:
+            processor = self._new_processor({**self.options.adjusted, **adjusted})
+        except ConfigError as error:
+            if not adjusted:
+                raise
+            raise RequestError(str(error)) from error
+        with self._lock:
+            if len(self._processors) >= _MAX_PROCESSORS:
+                del self._processors[next(key for key in self._processors if key != "{}")]
+            return self._processors.setdefault(key, processor)
+
+    def _prepare(self, processor: ImageProcessor, given: Any, name: str | None, namespace: str) -> PreparedImage:
+        """Return one image for the tower, from the cache if it is there.
+
+        Args:
+            processor: its preprocessing.
+            given: a Pillow image, an array, the content of a file, a URL, or None for one that was given before.
+            name: caller's id, which stands for its content; None without.
+            namespace: see `expand`.
+        """
+        if name:
+            key: Hashable = (processor.key, namespace, name)
+        else:
+            given = self._loaded(given)
+            key = (processor.key, _content_key(given))
+        if (known := self.cache.get(key)) is not None:
+            return known
+        if given is None:
+            raise RequestError(f"must be sent again, as the cache has none with the name {brief(name)}")
+        with self._opened(self._loaded(given)) as image:
+            pixels, size = processor.fit(image), (image.height, image.width)
+        prepared = processor.prepare(pixels, size, name or None)
+        self.cache.put(key, prepared)
+        return prepared
+
+    def _loaded(self, given: Any) -> Any:
+        """Return the file that a URL names, a Pillow image whose file is read, or another image unchanged."""
+        if hasattr(given, "getexif"):
+            if given.width * given.height > MAX_PIXELS:
+                raise RequestError(f"must have at most {MAX_PIXELS} pixels, got {given.width} x {given.height}")
+            try:
+                given.load()
+            except (OSError, ValueError, SyntaxError) as error:  # its file is read only now
+                raise RequestError(f"must be readable, but: {error}") from error
+        return self.options.sources.load(given) if isinstance(given, str) else given
+
+    @contextmanager
+    def _opened(self, given: Any) -> Iterator[Image]:
+        """Yield an image as RGB: decoded in another process if it is a file's content."""
+        from PIL import Image as pillow  # noqa: N813, PLC0415 - an extra
+
+        if isinstance(given, bytes):
+            with self._decoders.decoded(given) as image:
+                yield image
+        elif isinstance(given, pillow.Image):
+            yield as_rgb(given)
+        else:
+            yield image_from_array(_array(given))
+
+
+def _array(given: Any) -> NDArray[np.generic]:
+    """Return an array of numpy, jax or torch as numpy's; RequestError for anything else."""
+    if not hasattr(given, "__array__"):
+        raise RequestError(
+            "must be a Pillow image, an array [rows, columns, channels], the bytes of a file or a URL, got "
+            f"{type(given).__name__}"
+        )
+    return np.asarray(given)
+
+
+def _content_key(given: Any) -> bytes:
+    """Return a digest of an image's content."""
+    digest = blake2b(digest_size=DIGEST_SIZE)
+    if isinstance(given, bytes):
+        digest.update(b"file")
+        digest.update(given)
+    elif hasattr(given, "getexif"):
+        orientation = given.getexif().get(0x0112)
+        palette = given.getpalette() if given.mode == "P" else None
+        transparency = given.info.get("transparency")
+        digest.update(repr((given.mode, given.size, orientation, palette, transparency)).encode())
+        digest.update(given.tobytes())
+    else:
+        array = np.ascontiguousarray(_array(given))
+        digest.update(repr((array.shape, array.dtype.str)).encode())
+        digest.update(array.tobytes())
+    return digest.digest()

@@ -1,0 +1,268 @@
+"""Requests with pictures, from every interface: the ids of transformers' processor and model, or an error that names
+the field.
+"""
+
+import base64
+import dataclasses
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tiny_tokenizers
+from PIL import Image
+from tokenizers import AddedToken
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.engine import Engine
+from jaxserve.errors import RequestError
+from jaxserve.offline.beam_search import BeamSearchParams
+from jaxserve.offline.llm import LLM
+from jaxserve.openai.batch_files import run_batch
+from tests.oracles import torch
+from tests.server.conftest import running
+from tests.soon_compiled import few_programs
+from tests.vision_checkpoints import FAMILIES, TEXT
+
+pytestmark = pytest.mark.long
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] "
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+IMAGE, VOCAB_SIZE = 319, 320
+PROCESSOR = {
+    "image_processor_type": "CLIPImageProcessor",
+    "size": {"shortest_edge": 20},
+    "crop_size": {"height": 20, "width": 20},
+    "do_center_crop": True,
+}
+SIZES: dict[str, Any] = {
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "page_size": 4,
+    "num_pages": 128,
+    "multi_step": 1,
+    "compile_ahead": "minimal",
+    "encoder_cache_size": 200,
+}
+GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
+PICTURES = [
+    Image.fromarray(np.random.default_rng(size).integers(0, 256, (size, 40, 3), np.uint8)) for size in (13, 40, 77)
+]
+
+
+@dataclasses.dataclass
+class Model:
+    """A tiny checkpoint as transformers runs it, and an engine over it."""
+
+    path: Path
+    model: Any
+    llm: LLM
+
+    def greedy(self, text: str, *pictures: Image.Image) -> list[int]:
+        """Return the ids that transformers generates after a text with one placeholder per picture."""
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+        own = {name: value for name, value in PROCESSOR.items() if name != "image_processor_type"}
+        given = dict(CLIPImageProcessorPil(**own)(list(pictures), return_tensors="pt")) if pictures else {}
+        ids = self.llm.engine.tokenizer.encode(text.replace("<image>", "<image>" * 25))
+        with torch.no_grad():
+            out = self.model.generate(
+                input_ids=torch.tensor([ids]),
+                **given,
+                max_new_tokens=4,
+                do_sample=False,
+                eos_token_id=1,
+                pad_token_id=0,
+            )
+        return out[0, len(ids) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    path = tmp_path_factory.mktemp("llava")
+    family = dataclasses.replace(
+        FAMILIES["llava"],
+        config={"image_token_index": IMAGE, "image_seq_length": 25},
+        text={**TEXT, "vocab_size": VOCAB_SIZE, "eos_token_id": 1},
+    )
+    model = family.write(path)
+    tokenizer = tiny_tokenizers.byte_level(IMAGE)
+    tokenizer.add_special_tokens([AddedToken("<image>", special=True)])
+    assert tokenizer.token_to_id("<image>") == IMAGE
+    tiny_tokenizers.write(path, tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    (path / "generation_config.json").unlink(missing_ok=True)
+    with few_programs():
+        llm = LLM.over(Engine(EngineConfig(str(path), **SIZES)))
+    yield Model(path, model, llm)
+    llm.close()
+
+
+def url(picture: Image.Image) -> str:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def ids_of(outputs: Any) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_prompts_with_pictures_are_those_of_transformers(served: Model) -> None:
+    one, two, three = PICTURES
+    prompts = [
+        {"prompt": "Once <image> upon", "multi_modal_data": {"image": one}},
+        {"prompt": "<image><image>a time", "multi_modal_data": {"image": [np.asarray(two), three]}},
+        {"prompt": "there was a small engine"},
+    ]
+    outputs = served.llm.generate(prompts, SamplingParams(**GREEDY), use_tqdm=False)
+    expected = [
+        served.greedy("Once <image> upon", one),
+        served.greedy("<image><image>a time", two, three),
+        served.greedy("there was a small engine"),
+    ]
+    assert ids_of(outputs) == expected
+    assert outputs[0].prompt_token_ids.count(IMAGE) == 25, "outputs have the expanded prompt"
+    assert outputs[0].prompt == "Once <image> upon"
+    expanded = {"prompt_token_ids": outputs[0].prompt_token_ids, "multi_modal_data": {"image": [one]}}
+    (again,) = served.llm.generate(expanded, SamplingParams(**GREEDY), use_tqdm=False)
+    assert ids_of([again]) == expected[:1]
+    assert again.prompt_token_ids == outputs[0].prompt_token_ids
+
+
+def chat(*pictures: Any) -> list[dict[str, Any]]:
+    parts = [{"type": "image_url", "image_url": {"url": url(picture)}} for picture in pictures]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "Tokens go in"}]}]
+
+
+def test_chats_with_pictures(served: Model) -> None:
+    expected = served.greedy("[user] <image><image>Tokens go in", *PICTURES[:2])
+    same = [{"type": "image", "image": PICTURES[0]}, {"type": "image_pil", "image_pil": PICTURES[1]}]
+    chats = [chat(*PICTURES[:2]), [{"role": "user", "content": [*same, {"type": "text", "text": "Tokens go in"}]}]]
+    outputs = served.llm.chat(chats, SamplingParams(**GREEDY), use_tqdm=False)
+    assert ids_of(outputs) == [expected, expected]
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (output,) = served.llm.chat(chat(PICTURES[0]), SamplingParams(**GREEDY), use_tqdm=False, chat_template=plain)
+    assert ids_of([output]) == [served.greedy("<image>\nTokens go in", PICTURES[0])]
+
+
+def test_several_samples_and_beams_share_a_picture(served: Model) -> None:
+    prompt = {"prompt": "Once <image> upon", "multi_modal_data": {"image": PICTURES[0]}}
+    (output,) = served.llm.generate(prompt, SamplingParams(n=2, seed=1, max_tokens=4), use_tqdm=False)
+    assert len(output.outputs) == 2
+    (beams,) = served.llm.beam_search(prompt, BeamSearchParams(beam_width=1, max_tokens=4, ignore_eos=True))
+    greedy = served.llm.generate(prompt, SamplingParams(**GREEDY, ignore_eos=True), use_tqdm=False)
+    assert [beams.sequences[0].tokens[-4:]] == ids_of(greedy)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "word"),
+    [
+        ({"prompt": "no placeholder", "multi_modal_data": {"image": PICTURES[0]}}, "got 0 of them .* 1 images"),
+        ({"prompt": "<image><image>", "multi_modal_data": {"image": PICTURES[0]}}, "got 2 of them .* 1 images"),
+        ({"prompt": "<image>"}, "got 1 of them .* 0 images"),
+        ({"prompt": "<image>" * 11, "multi_modal_data": {"image": PICTURES[:1] * 11}}, "maximum context length"),
+        ({"prompt": "<image>", "multi_modal_data": {"audio": 1}}, "audio and video are not supported"),
+        ({"prompt": "<image>", "multi_modal_data": {"image": "/etc/passwd"}}, "must begin with data:"),
+    ],
+)
+def test_wrong_prompts_are_refused(served: Model, prompt: Any, word: str) -> None:
+    with pytest.raises(RequestError, match=word):
+        served.llm.generate(prompt, use_tqdm=False)
+
+
+def test_truncated_prompts_cannot_have_pictures(served: Model) -> None:
+    prompt = {"prompt": "<image>", "multi_modal_data": {"image": PICTURES[0]}}
+    with pytest.raises(RequestError, match="truncate_prompt_tokens must be None"):
+        served.llm.generate(prompt, SamplingParams(truncate_prompt_tokens=9), use_tqdm=False)
+
+
+def test_pictures_over_http(served: Model) -> None:
+    expected = served.llm.engine.tokenizer.decode(served.greedy("[user] <image>Tokens go in", PICTURES[0]))
+    text, picture = "Tokens go in", url(PICTURES[0])
+    source = {"type": "base64", "media_type": "image/png", "data": picture.partition(",")[2]}
+    inputs = [{"type": "input_image", "image_url": picture, "detail": "auto"}, {"type": "input_text", "text": text}]
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": text}]
+    bodies = {
+        "/v1/chat/completions": {"messages": chat(PICTURES[0]), **GREEDY},
+        "/v1/responses": {"input": [{"role": "user", "content": inputs}], "max_output_tokens": 4, "temperature": 0},
+        "/v1/messages": {"messages": [{"role": "user", "content": blocks}], **GREEDY},
+    }
+    with running(served.llm.engine) as server:
+        replies = {path: server.client.post(path, json=body) for path, body in bodies.items()}
+        assert {path: reply.status_code for path, reply in replies.items()} == dict.fromkeys(bodies, 200)
+        found = replies["/v1/chat/completions"].json()
+        assert found["choices"][0]["message"]["content"] == expected
+        num_tokens = found["usage"]["prompt_tokens"]
+        assert num_tokens > 25, "usage counts the expanded tokens"
+        assert replies["/v1/responses"].json()["output"][0]["content"][0]["text"] == expected
+        assert replies["/v1/messages"].json()["content"][0]["text"] == expected
+        usage = replies["/v1/messages"].json()["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == num_tokens
+        body = {"messages": bodies["/v1/messages"]["messages"]}
+        assert server.client.post("/v1/messages/count_tokens", json=body).json() == {"input_tokens": num_tokens}
+        check_errors(server.client)
+
+
+def check_errors(client: httpx.Client) -> None:
+    """Assert that wrong pictures are errors of the field with the messages, and that others are served."""
+
+    def ask(image: Any, text: str = "Tokens go in") -> httpx.Response:
+        content = [{"type": "image_url", "image_url": image}, {"type": "text", "text": text}]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        return client.post("/v1/chat/completions", json=body)
+
+    for image, text, word in [
+        ({"url": "http://169.254.169.254/latest"}, "", "allowed domain"),
+        ({"url": "file:///etc/passwd"}, "", "allowed_local_media_path"),
+        ({"url": "data:image/png;base64,QUJD"}, "", "none of the formats"),
+        ({"url": "data:image/svg+xml;base64,PHN2Zy8+"}, "", "none of the formats"),
+        ({"url": 3}, "", "got int"),
+        ({}, "", "content parts with an image must be"),
+        ({"url": url(PICTURES[0])}, "<image>", "got 2 of them in the prompt and 1 images"),
+    ]:
+        reply = ask(image, text)
+        assert reply.status_code == 400, image
+        assert reply.json()["error"]["param"] == "messages"
+        assert word in reply.json()["error"]["message"]
+    assert ask({"url": url(PICTURES[0])}).status_code == 200
+
+
+def test_pictures_in_batch_files(served: Model, tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": messages, **GREEDY}}
+        for name, messages in (("a", chat(PICTURES[0])), ("b", chat()), ("c", chat(PICTURES[1])))
+    ]
+    lines[1]["body"]["messages"][0]["content"].insert(0, {"type": "image_url", "image_url": {"url": "data:,x"}})
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_batch(served.llm.batch_engine(), tmp_path / "in.jsonl", tmp_path / "out.jsonl", use_tqdm=False)
+    records = {
+        record["custom_id"]: record for record in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    }
+    tokenizer = served.llm.engine.tokenizer
+    for name, picture in (("a", PICTURES[0]), ("c", PICTURES[1])):
+        content = records[name]["response"]["body"]["choices"][0]["message"]["content"]
+        assert content == tokenizer.decode(served.greedy("[user] <image>Tokens go in", picture))
+    assert "none of the formats" in json.dumps(records["b"])
+
+
+def test_without_pictures_the_text_model_is_served(served: Model) -> None:
+    with few_programs():
+        llm = LLM.over(Engine(EngineConfig(str(served.path), **SIZES, limit_mm_per_prompt={"image": 0})))
+    with llm:
+        assert llm.engine.arch.images is None
+        prompt = "there was a small engine"
+        assert ids_of(llm.generate(prompt, SamplingParams(**GREEDY), use_tqdm=False)) == [served.greedy(prompt)]
+        with pytest.raises(RequestError, match="needs a model that takes images, got LlamaForCausalLM"):
+            llm.generate({"prompt": "a", "multi_modal_data": {"image": PICTURES[0]}}, use_tqdm=False)
+        with pytest.raises(RequestError, match="unsupported type 'image_url'"):
+            llm.chat(chat(PICTURES[0]), use_tqdm=False)

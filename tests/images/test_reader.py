@@ -1,0 +1,205 @@
+"""Images of prompts from all kinds of values: read once, cached, limited and refused with a reason."""
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.images import build_image_reader
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.images.cache import ImageCache
+from jaxserve.images.families import read_placeholders
+from jaxserve.images.inputs import ImageInputs
+from jaxserve.images.placeholders import Placeholders
+from jaxserve.images.prepared import PreparedImage
+from jaxserve.images.processor_files import image_processor
+from jaxserve.images.reader import ImageOptions, ImageReader
+
+IMAGE = 7
+FIELDS = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 50176}
+PIXELS = np.random.default_rng(0).integers(0, 256, (56, 84, 3), np.uint8)
+PICTURE = Image.fromarray(PIXELS)
+
+
+def new_reader(**options: Any) -> ImageReader:
+    return ImageReader(partial(image_processor, FIELDS, {}), Placeholders(IMAGE), ImageOptions(**options))
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[ImageReader]:
+    reader = new_reader()
+    yield reader
+    reader.close()
+
+
+def encoded(kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    PICTURE.save(file, kind)
+    return file.getvalue()
+
+
+def inputs(*images: Any, names: Any = None, **adjusted: Any) -> ImageInputs:
+    given = {"multi_modal_data": {"image": list(images)}, "mm_processor_kwargs": adjusted}
+    return ImageInputs.from_prompt(given | ({} if names is None else {"multi_modal_uuids": {"image": names}}))
+
+
+def test_the_same_image_in_all_types(reader):
+    url = f"data:image/png;base64,{base64.b64encode(encoded()).decode()}"
+    same = [PICTURE, PIXELS, encoded(), url, PICTURE.convert("RGBA"), np.moveaxis(PIXELS, -1, 0)]
+    assert len({image.digest for image in reader.prepare(inputs(*same))}) == 1
+    ids, spans = reader.expand([1, IMAGE, 2], inputs(PIXELS))
+    assert ids == [1, *[IMAGE] * 6, 2]
+    assert spans[0].image.grid == (4, 6)
+
+
+def test_one_image_needs_no_list():
+    one = ImageInputs.from_prompt({"multi_modal_data": {"image": PIXELS}, "multi_modal_uuids": {"image": "a"}})
+    assert one.names == ["a"]
+    assert one.images[0] is PIXELS
+
+
+def test_known_images_are_not_processed_again():
+    reader = new_reader()
+    (first,) = reader.prepare(inputs(PICTURE))
+    (again,) = reader.prepare(inputs(PICTURE.copy()))
+    assert again is first
+    (smaller,) = reader.prepare(inputs(PICTURE, max_pixels=3136))
+    assert smaller.digest != first.digest
+    assert smaller.num_embeddings == 2
+    assert reader.cache.num_bytes == first.num_bytes + smaller.num_bytes
+
+
+def test_names_stand_for_content_within_a_namespace():
+    reader = new_reader()
+    (named,) = reader.prepare(inputs(PICTURE, names=["a"]), "tenant")
+    assert reader.prepare(inputs(None, names=["a"]), "tenant") == [named]
+    for names, namespace in ((["b"], "tenant"), (["a"], "other"), (["a"], "")):
+        with pytest.raises(RequestError, match=r"image 1 of the prompt: must be sent again"):
+            reader.prepare(inputs(None, names=names), namespace)
+
+
+def test_the_cache_keeps_what_was_used_last():
+    def image(num_floats: int) -> PreparedImage:
+        return PreparedImage(bytes(16), np.zeros((1, num_floats), np.float32), (1, 1), 1)
+
+    cache = ImageCache(100)
+    one, two, three = image(10), image(10), image(10)
+    cache.put("one", one)
+    cache.put("two", two)
+    assert cache.get("one") is one
+    cache.put("three", three)
+    assert (cache.get("one"), cache.get("two"), cache.get("three")) == (one, None, three)
+    assert cache.num_bytes == 80
+    cache.put("large", image(26))
+    assert cache.get("large") is None
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"multi_modal_data": {"video": [1]}}, "audio and video are not supported"),
+        ({"multi_modal_data": {"image": PIXELS, "audio": 1}}, r"\['audio'\]"),
+        ({"multi_modal_data": [PIXELS]}, "must be a dict"),
+        ({"multi_modal_data": {"image": [PIXELS]}, "multi_modal_uuids": {"image": ["a", "b"]}}, "for 1 images"),
+        ({"multi_modal_data": {"image": [None]}}, "may have None only"),
+        ({"mm_processor_kwargs": [1]}, "mm_processor_kwargs must be a dict"),
+    ],
+)
+def test_malformed_fields_are_refused(given, word):
+    with pytest.raises(RequestError, match=word):
+        ImageInputs.from_prompt(given)
+
+
+@pytest.mark.parametrize(
+    ("image", "word"),
+    [
+        (3, "must be a Pillow image"),
+        (b"no image", "none of the formats"),
+        ("http://127.0.0.1/a.png", "allowed domain"),
+        ("/etc/passwd", "must begin with data:"),
+        (np.zeros((3, 3), np.float32), "uint8"),
+        (encoded()[:200], "cannot be decoded"),
+        (Image.new("RGB", (300, 1)), "200 times"),
+    ],
+)
+def test_unreadable_images_are_named_by_their_number(reader, image, word):
+    with pytest.raises(RequestError, match=rf"image 2 of the prompt: .*{word}"):
+        reader.prepare(inputs(PIXELS, image))
+
+
+def test_a_truncated_file_that_the_caller_opened(reader):
+    with pytest.raises(RequestError, match="must be readable"):
+        reader.prepare(inputs(Image.open(io.BytesIO(encoded()[:-40]))))
+
+
+def test_more_images_than_allowed_are_refused():
+    with pytest.raises(RequestError, match=r"at most 1 images, got 2; .*limit_mm_per_prompt"):
+        new_reader(max_images=1).prepare(inputs(PIXELS, PIXELS))
+
+
+def test_options_of_the_processor(reader):
+    with pytest.raises(RequestError, match="did you mean max_pixels"):
+        reader.prepare(inputs(PIXELS, max_pixel=1))
+    with pytest.raises(RequestError, match="must be JSON values"):
+        reader.prepare(inputs(PIXELS, max_pixels=object()))
+    with pytest.raises(ConfigError, match="mm_processor_kwargs takes"):
+        new_reader(adjusted={"crop": 1})
+    assert new_reader(adjusted={"max_pixels": 3136}).prepare(inputs(PIXELS))[0].num_embeddings == 2
+
+
+def test_prompts_without_images_stay_the_same_object(reader):
+    ids = [1, 2, 3]
+    assert reader.expand(ids, ImageInputs())[0] is ids
+    with pytest.raises(RequestError, match="got 1 of them in the prompt and 0 images"):
+        reader.expand([1, IMAGE], ImageInputs())
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "expected"),
+    [
+        ("LlavaForConditionalGeneration", {}, Placeholders(IMAGE, written="<7>")),
+        ("Gemma4ForConditionalGeneration", {}, Placeholders(IMAGE, (255_999,), (258_882,), written="<7>")),
+        (
+            "Gemma3ForConditionalGeneration",
+            {"boi_token_index": 1, "eoi_token_index": 2},
+            Placeholders(IMAGE, (1,), (2,), written="<1>", encoded="\n\n<1><7><2>\n\n"),
+        ),
+    ],
+)
+def test_placeholders_of_families(name, config, expected):
+    layout = image_processor(FIELDS, {}).layout
+    config = {**config, "architectures": [name]}
+    assert read_placeholders(config, {}, IMAGE, layout, {}.get, lambda token: f"<{token}>") == expected
+
+
+def test_rows_of_pixtral_end_in_the_tokenizers_tokens():
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "spatial_merge_size": 2}
+    layout = image_processor({"image_processor_type": "PixtralImageProcessor"}, config).layout
+    ids = {"[IMG_BREAK]": 12, "[IMG_END]": 13}
+    found = read_placeholders(config, {}, IMAGE, layout, ids.get, str)
+    assert found == Placeholders(IMAGE, row_end=12, image_end=13, block_size=2, written="7")
+    with pytest.raises(ConfigError, match=r"\[IMG_BREAK\]"):
+        read_placeholders(config, {}, IMAGE, layout, {}.get, str)
+
+
+def test_readers_are_built_from_checkpoints(tmp_path: Path, caplog):
+    arch: Any = SimpleNamespace(images=SimpleNamespace(token_id=IMAGE, has_axes=True))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2VLForConditionalGeneration"]}))
+    config = EngineConfig(str(tmp_path), mm_processor_kwargs='{"max_pixels": 3136}', limit_mm_per_prompt={"image": 2})
+    assert build_image_reader(config, arch, None) is None
+    assert "has no preprocessor_config.json" in caplog.text
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(FIELDS))
+    reader = build_image_reader(config, arch, None)
+    assert reader is not None
+    assert reader.options.max_images == 2
+    assert reader.prepare(inputs(PIXELS))[0].num_embeddings == 2
+    assert build_image_reader(config, SimpleNamespace(images=None), None) is None  # type: ignore[arg-type]
