@@ -43,7 +43,8 @@ def build_image_reader(config: EngineConfig, arch: ArchConfig, tokenizer: Tokeni
         )
         return None
     raw = read_model_config(config)
-    new_processor = partial(image_processor, fields, {**raw, **_tiling(processor)})
+    max_patches = arch.images.tower.buckets[-1]
+    new_processor = partial(image_processor, fields, {**raw, **_tiling(processor)}, max_patches=max_patches)
     layout = new_processor({}).layout
     ids = _added_ids(config) if tokenizer is None else tokenizer.vocabulary()
     placeholders = read_placeholders(

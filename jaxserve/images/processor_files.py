@@ -82,7 +82,7 @@ def _merged(fields: Mapping[str, Any], config: Mapping[str, Any]) -> Layout:
             f"pixels, got {size}"
         )
     # The tower takes no more patches, and larger images are reduced by the processor's own rule.
-    high = min(high, MAX_PATCHES * patch**2)
+    high = min(high, fields["max_patches"] * patch**2)
     return MergedLayout(patch, merge, fields["temporal_patch_size"], min(low, high), high)
 
 
@@ -245,6 +245,7 @@ def image_processor(
     config: Mapping[str, Any],
     adjusted: Mapping[str, Any] | None = None,
     *,
+    max_patches: int = MAX_PATCHES,
     where: str = "preprocessor_config.json",
 ) -> ImageProcessor:
     """Return an image processor.
@@ -253,6 +254,7 @@ def image_processor(
         fields: the processor's fields, as in preprocessor_config.json.
         config: the model's config.json.
         adjusted: values that replace some fields, such as a request's `mm_processor_kwargs`.
+        max_patches: maximum number of patches that the tower takes.
         where: the fields' file for error messages.
 
     Raises:
@@ -278,7 +280,8 @@ def image_processor(
     normalization = Normalization(
         scale, _three(values["image_mean"]) if normalizes else None, _three(values["image_std"]) if normalizes else None
     )
-    return ImageProcessor(kind.build(values, config), normalization, int(values["resample"]), MAX_PATCHES)
+    layout = kind.build({**values, "max_patches": max_patches}, config)
+    return ImageProcessor(layout, normalization, int(values["resample"]), max_patches)
 
 
 def _checked(adjusted: Mapping[str, Any], kind: _Kind) -> Mapping[str, Any]:

@@ -71,8 +71,7 @@ class Served:
     def add(self, engine: DrivenEngine, request_id: str, prompt: Any, **options: Any) -> RequestOutput:
         """Queue a prompt, for greedy tokens."""
         ids, spans = prompt
-        axes = self.pictures.axes(ids, spans)
-        return engine.add_request(request_id, ids, SamplingParams(**GREEDY), images=spans, axes=axes, **options)
+        return engine.add_request(request_id, ids, SamplingParams(**GREEDY), images=spans, **options)
 
     def finish(self, engine: DrivenEngine) -> None:
         """Step until all requests have ended, after checking the engine's pages in each step."""

@@ -222,6 +222,14 @@ def test_settings_that_requests_may_change():
         image_processor(*FAMILIES["clip"], {"size": 3})
 
 
+def test_large_images_are_reduced_to_the_patches_that_the_tower_takes():
+    fields, config = FAMILIES["qwen2"]
+    processor = image_processor({**fields, "max_pixels": 12845056}, config, max_patches=64)
+    assert processor.prepare(processor.fit(Image.new("RGB", (3000, 2000))), (2000, 3000)).num_embeddings <= 16
+    with pytest.raises(RequestError, match="at most 15 patches of 14 pixels, got 16 from 70 x 56 pixels"):
+        image_processor(*FAMILIES["gemma3"], max_patches=15).fit(Image.new("RGB", (70, 56)))
+
+
 def test_impossible_sizes_are_refused():
     qwen, clip = (image_processor(*FAMILIES[name]) for name in ("qwen2", "clip"))
     with pytest.raises(RequestError, match="200 times"):

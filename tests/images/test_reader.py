@@ -192,7 +192,7 @@ def test_rows_of_pixtral_end_in_the_tokenizers_tokens():
 
 
 def test_readers_are_built_from_checkpoints(tmp_path: Path, caplog):
-    arch: Any = SimpleNamespace(images=SimpleNamespace(token_id=IMAGE, has_axes=True))
+    arch: Any = SimpleNamespace(images=SimpleNamespace(token_id=IMAGE, tower=SimpleNamespace(buckets=(256, 1024))))
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2VLForConditionalGeneration"]}))
     config = EngineConfig(str(tmp_path), mm_processor_kwargs='{"max_pixels": 3136}', limit_mm_per_prompt={"image": 2})
     assert build_image_reader(config, arch, None) is None
