@@ -23,7 +23,7 @@ from jaxserve.openai.tools import (
     template_messages,
 )
 from jaxserve.text.chat_template import RenderedChat
-from jaxserve.text.image_chats import encode_chat, split_images
+from jaxserve.text.image_chats import encode_chat, is_image, split_images
 from jaxserve.text.messages import content_text
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -211,3 +211,10 @@ def check_messages(messages: Any) -> list[Json]:
         else message
         for message in messages
     ]
+
+
+def has_images(body: Json) -> bool:
+    """Return whether a body of any interface has a chat with images, which take long to read, however short it is."""
+    turns = body.get("messages", body.get("input"))
+    contents = [turn.get("content") for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
+    return any(is_image(part) for content in contents if isinstance(content, list) for part in content)

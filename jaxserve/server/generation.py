@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from jaxserve.openai.chats import has_images
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import ParsedRequest, naming_fields
 from jaxserve.openai.interfaces import INTERFACES, Interface, invoked_path
@@ -274,7 +275,8 @@ def _pieces(reply: AnyReply, outputs: list[RequestOutput]) -> Iterator[bytes]:
 
 
 def _needs_time(body: Json) -> bool:
-    """Return whether a body takes long to check even if it is short: by costly fields, many prompts or samples."""
+    """Return whether a body, however short, takes long to check: costly fields, images, many prompts or samples."""
     prompts, num_samples = body.get("prompt", body.get("input")), body.get("n")
     is_many = isinstance(prompts, list) and len(prompts) > MAX_SHORT and not isinstance(prompts[0], int)
-    return bool(body.keys() & _COSTLY) or is_many or (isinstance(num_samples, int) and num_samples > MAX_SHORT)
+    many_samples = isinstance(num_samples, int) and num_samples > MAX_SHORT
+    return bool(body.keys() & _COSTLY) or is_many or many_samples or has_images(body)

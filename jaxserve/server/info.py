@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jaxserve import __version__
 from jaxserve.api.schema import FieldType
 from jaxserve.core.prompt import outside_vocabulary
-from jaxserve.openai.chats import PROMPT_FIELDS, read_prompt
+from jaxserve.openai.chats import PROMPT_FIELDS, has_images, read_prompt
 from jaxserve.openai.context import allow_any
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.fields import ANY, LIST, SWITCH, TEXT, BodyField, BodyReader, ObjectFields, needed
@@ -54,7 +54,8 @@ class Info:
     async def tokenize(self, call: Call) -> None:
         """Reply with the token ids of the body's text or chat."""
         body = await call.json()
-        await call.send_json(await call.read_off_loop(partial(self._tokens, body)))
+        tokens = await call.read_off_loop(partial(self._tokens, body), needs_time=has_images(body))
+        await call.send_json(tokens)
 
     async def detokenize(self, call: Call) -> None:
         """Reply with the text of the body's token ids."""
@@ -64,7 +65,8 @@ class Info:
     async def count(self, call: Call) -> None:
         """Reply with the body's number of prompt tokens, without serving it."""
         body, interface = await call.json(), INTERFACES[call.path]
-        request = await call.read_off_loop(partial(interface.read, body, partial(self._service.parse, is_counted=True)))
+        read = partial(interface.read, body, partial(self._service.parse, is_counted=True))
+        request = await call.read_off_loop(read, needs_time=has_images(body))
         (prompt,) = request.prompts
         kind = {"object": "response.input_tokens"} if call.path == INPUT_TOKENS else {}
         await call.send_json(kind | {"input_tokens": len(prompt)})

@@ -13,8 +13,13 @@ from jaxserve.text.chat_template import RenderedChat
 from jaxserve.text.messages import ImagePart, Message
 from jaxserve.text.tokenizer import Tokenizer
 
-_TYPES = frozenset({"image", "image_url", "input_image", "image_pil"})
+_TYPES = ("image", "image_url", "input_image", "image_pil")
 _FIELDS = ("image_url", "image_pil", "image", "url")
+
+
+def is_image(part: object) -> bool:
+    """Return whether a content part stands for an image, or claims to."""
+    return isinstance(part, Mapping) and part.get("type") in _TYPES
 
 
 def split_images(messages: Sequence[Message], reader: ImageReader) -> tuple[list[Message], list[Any]]:
@@ -30,7 +35,7 @@ def split_images(messages: Sequence[Message], reader: ImageReader) -> tuple[list
     images: list[Any] = []
 
     def stand_in(part: Any) -> Any:
-        if not isinstance(part, Mapping) or part.get("type") not in _TYPES:
+        if not is_image(part):
             return part
         images.append(_image(part))
         return ImagePart(reader.placeholders.written)

@@ -24,6 +24,7 @@ from jaxserve.errors import RequestError
 from jaxserve.offline.beam_search import BeamSearchParams
 from jaxserve.offline.llm import LLM
 from jaxserve.openai.batch_files import run_batch
+from jaxserve.openai.chats import has_images
 from tests.oracles import torch
 from tests.server.conftest import running
 from tests.soon_compiled import few_programs
@@ -228,6 +229,7 @@ def check_errors(client: httpx.Client) -> None:
         ({"url": "data:image/svg+xml;base64,PHN2Zy8+"}, "", "none of the formats"),
         ({"url": 3}, "", "got int"),
         ({}, "", "content parts with an image must be"),
+        ({"url": "http://images.example/"}, "", "allowed domain"),
         ({"url": url(PICTURES[0])}, "<image>", "got 2 of them in the prompt and 1 images"),
     ]:
         reply = ask(image, text)
@@ -235,6 +237,16 @@ def check_errors(client: httpx.Client) -> None:
         assert reply.json()["error"]["param"] == "messages"
         assert word in reply.json()["error"]["message"]
     assert ask({"url": url(PICTURES[0])}).status_code == 200
+    odd = {"messages": [{"role": "user", "content": [{"type": ["image"]}]}]}
+    assert client.post("/v1/chat/completions", json=odd).status_code == 400
+
+
+def test_short_bodies_with_pictures_are_read_off_the_loop() -> None:
+    part = {"type": "image_url", "image_url": {"url": "http://images.example/"}}
+    assert has_images({"messages": [{"role": "user", "content": [part]}]})
+    assert has_images({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]})
+    for messages in ([{"role": "user", "content": "image"}], [{"content": [{"type": ["image"]}]}], "image", [3], None):
+        assert not has_images({"messages": messages})
 
 
 def test_pictures_in_batch_files(served: Model, tmp_path: Path) -> None:
@@ -253,6 +265,15 @@ def test_pictures_in_batch_files(served: Model, tmp_path: Path) -> None:
         content = records[name]["response"]["body"]["choices"][0]["message"]["content"]
         assert content == tokenizer.decode(served.greedy("[user] <image>Tokens go in", picture))
     assert "none of the formats" in json.dumps(records["b"])
+
+
+def test_the_core_may_be_another_process(served: Model) -> None:
+    with few_programs():
+        llm = LLM.over(Engine(EngineConfig(str(served.path), **SIZES, engine_process=True)))
+    with llm:
+        prompt = {"prompt": "Once <image> upon", "multi_modal_data": {"image": PICTURES[0]}}
+        outputs = llm.generate([prompt, "a small engine"], SamplingParams(**GREEDY), use_tqdm=False)
+        assert ids_of(outputs) == [served.greedy("Once <image> upon", PICTURES[0]), served.greedy("a small engine")]
 
 
 def test_without_pictures_the_text_model_is_served(served: Model) -> None:
