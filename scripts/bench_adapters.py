@@ -66,12 +66,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--prompt-tokens", type=int, default=4)
+    parser.add_argument("--prompt-tokens", type=int, default=1)
     parser.add_argument("--output-tokens", type=int, default=32)
+    parser.add_argument("--multi-step", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        options: dict[str, Any] = {"max_num_seqs": args.rows, "max_model_len": 256, "compile_ahead": "all"}
+        # Steps with a token per row, also of prompts: two programs to compile.
+        options: dict[str, Any] = {"max_num_seqs": args.rows, "max_num_batched_tokens": args.rows, "max_model_len": 256}
+        options |= {"compile_ahead": "minimal", "multi_step": args.multi_step}
         options |= {"model": args.model or write_model(Path(directory)), "skip_tokenizer_init": True}
         lora = {"enable_lora": True, "max_loras": args.adapters, "max_lora_rank": args.rank}
         plain, adapted = LLM(**options), LLM(**options, **lora)

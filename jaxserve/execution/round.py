@@ -253,7 +253,7 @@ def token_logits(
         model: static parameters.
         num_live: number of tokens before all padding; None if all may be live.
     """
-    adapters = None if slots is None else TokenAdapters.from_slots(slots, model.num_adapters)
+    adapters = None if slots is None else TokenAdapters(slots, model.num_adapters)
     return decoder.compute_logits(with_adapters(params, state.adapters), model.arch, hidden, num_live, adapters)
 
 
@@ -324,7 +324,7 @@ def run_model(
     )
     slot = rows.slot.at[tokens.row].get(**CLIPPED)
     slots = adapter_slots(state, rows, tokens)
-    adapters = None if slots is None else TokenAdapters.from_slots(slots, model.num_adapters)
+    adapters = None if slots is None else TokenAdapters(slots, model.num_adapters)
     context = TokenContext(
         tokens.position,
         attention,

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, no_type_check
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.adapters import if_adapted, packed_matrix
+from jaxserve.layers.adapters import if_adapted
 from jaxserve.layers.linear import (
     LinearContext,
-    Matrix,
     SortedGroups,
     StackedMatrix,
-    TokenTerm,
     WrappedMatrix,
     as_matrix,
     at_layer,
     row_groups,
 )
+from jaxserve.layers.token_context import TokenAdapters
+from jaxserve.pallas_kernels.packed_linear import LowRankTerms, multiply_low_rank
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -31,7 +31,7 @@ class ExpertFactors(ABC):
 
     Attributes:
         a: first factors of all parts, by adapter and expert.
-        b: second factors by part, each by adapter and expert.
+        b: second factors by part, each by adapter and expert; for native kernels one array of all parts.
         part_sizes: outputs per part.
         num_experts: experts, E.
     """
@@ -45,25 +45,26 @@ class ExpertFactors(ABC):
         """Return the experts' matrices with these adapters."""
         return AdaptedExperts(matrix, self)
 
-    def products(self, x: Float[Array, "M in"], sizes: Int[Array, " G"]) -> Float[Array, "M out"]:
-        """Return rows, sorted by adapter and expert, multiplied by both factors, in float32."""
-        inner = self._matrix(self.a, None, x.shape[1], sizes.size).multiply_groups(x, sizes, LinearContext())
-        firsts, both = jnp.split(inner, len(self.b), axis=1), zip(self.b, self.part_sizes, strict=True)
-        outputs = [
-            self._matrix(b, size, first.shape[1], sizes.size).multiply_groups(
-                first.astype(x.dtype), sizes, LinearContext()
-            )
-            for first, (b, size) in zip(firsts, both, strict=True)
-        ]
-        return jnp.concatenate(outputs, axis=1)
-
     @abstractmethod
-    def _matrix(self, stored: Any, num_outputs: int | None, num_inputs: int, num_groups: int) -> Matrix:
-        """Return stored factors as matrices, one after another; None for first factors' outputs."""
+    def added_to(
+        self, y: Float[Array, "M out"], x: Float[Array, "M in"], group_sizes: Int[Array, " E"], adapters: TokenAdapters
+    ) -> Float[Array, "M out"]:
+        """Return outputs y, of rows sorted by expert, with adapted rows' terms for inputs x."""
+
+    def packed(self, adapters: TokenAdapters) -> LowRankTerms | None:
+        """Return the rows' terms for native kernels; None if the factors are not packed."""
+        return None
 
     @abstractmethod
     def at_layer(self, layer: Int[Array, ""]) -> ExpertFactors:
         """Return one layer's factors in a stack."""
+
+    def _pairs(self, num_rows: int, group_sizes: Int[Array, " E"], adapters: TokenAdapters) -> Int[Array, " M"]:
+        """Return each row's index among pairs (adapter, expert); the number of pairs if it is not adapted."""
+        expert = row_groups(group_sizes, num_rows)
+        is_adapted = adapters.is_adapted & (expert < self.num_experts)
+        pair = adapters.index * self.num_experts + expert
+        return jnp.where(is_adapted, pair, adapters.num_slots * self.num_experts)
 
 
 @no_type_check
@@ -72,8 +73,22 @@ class ExpertFactors(ABC):
 class FloatExpertFactors(ExpertFactors):
     """Factors in float arrays: `a` [S * E * P * rank, in], each `b` [S * E * out, rank]."""
 
-    def _matrix(self, stored: Any, num_outputs: int | None, num_inputs: int, num_groups: int) -> Matrix:
-        return as_matrix(stored)
+    def added_to(
+        self, y: Float[Array, "M out"], x: Float[Array, "M in"], group_sizes: Int[Array, " E"], adapters: TokenAdapters
+    ) -> Float[Array, "M out"]:
+        """Return outputs y with adapted rows' terms: grouped matmuls of rows sorted by adapter and expert."""
+
+        def added() -> Float[Array, "M out"]:
+            num_pairs = adapters.num_slots * self.num_experts
+            rows = SortedGroups.sort(self._pairs(len(x), group_sizes, adapters), num_pairs)
+            inner = as_matrix(self.a).multiply_groups(x[rows.order], rows.sizes, LinearContext())
+            firsts = jnp.split(inner.astype(x.dtype), len(self.b), axis=1)
+            seconds = zip(firsts, self.b, strict=True)
+            outputs = [as_matrix(b).multiply_groups(first, rows.sizes, LinearContext()) for first, b in seconds]
+            values = jnp.concatenate(outputs, axis=1)[rows.position]
+            return jnp.where(adapters.is_adapted[:, None], y + values, y)
+
+        return if_adapted(adapters, added, lambda: y)
 
     def at_layer(self, layer: Int[Array, ""]) -> FloatExpertFactors:
         """Return one layer's factors, which the grouped matmul reads in place."""
@@ -85,17 +100,47 @@ class FloatExpertFactors(ExpertFactors):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NativeExpertFactors(ExpertFactors):
-    """Factors packed for the native CPU kernels, in 16-row panels."""
+    """Factors packed for the native CPU kernels, which add the terms of adapted rows; `b` has all parts."""
 
-    def _matrix(
-        self, stored: Shaped[Array, "..."], num_outputs: int | None, num_inputs: int, num_groups: int
-    ) -> Matrix:
-        num_rows = stored.shape[0] * stored.shape[-1] // num_groups
-        return packed_matrix(stored, num_rows if num_outputs is None else num_outputs, num_inputs, num_groups)
+    def packed(self, adapters: TokenAdapters) -> LowRankTerms:
+        """Return the rows' terms for native kernels."""
+        return LowRankTerms(adapters.slot, self.a, self.b[0], self.part_sizes)
+
+    def added_to(
+        self, y: Float[Array, "M out"], x: Float[Array, "M in"], group_sizes: Int[Array, " E"], adapters: TokenAdapters
+    ) -> Float[Array, "M out"]:
+        """Return outputs y, of matrices that XLA multiplies, with adapted rows' terms."""
+        num_pairs = adapters.num_slots * self.num_experts
+        pairs = self._pairs(len(x), group_sizes, adapters)
+        terms = replace(self.packed(adapters), slots=jnp.where(pairs < num_pairs, 1 + pairs, 0))
+        values = multiply_low_rank(terms, x, num_pairs)
+        return jnp.where(adapters.is_adapted[:, None], y + values, y)
 
     def at_layer(self, layer: Int[Array, ""]) -> NativeExpertFactors:
         """Return one layer's factors."""
         raise NotImplementedError("layers of native matrices are not stacked")
+
+
+class ExpertTerm(NamedTuple):
+    """Terms of adapted rows, sorted by expert; see `linear.Term`.
+
+    Attributes:
+        factors: all adapters' factors.
+        group_sizes: rows by expert.
+        adapters: the rows' adapters.
+    """
+
+    factors: ExpertFactors
+    group_sizes: Int[Array, " E"]
+    adapters: TokenAdapters
+
+    def added_to(self, y: Float[Array, "M out"], x: Float[Array, "M in"]) -> Float[Array, "M out"]:
+        """Return outputs y with the terms for inputs x."""
+        return self.factors.added_to(y, x, self.group_sizes, self.adapters)
+
+    def packed(self) -> LowRankTerms | None:
+        """Return the terms for native kernels; None if the factors are not packed."""
+        return self.factors.packed(self.adapters)
 
 
 @no_type_check
@@ -114,19 +159,9 @@ class AdaptedExperts(WrappedMatrix):
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " E"], context: LinearContext
     ) -> Float[Array, "M outputs"]:
         """Compute the linear layers, whose rows have their tokens' adapters."""
-        base, adapters, num_experts = as_matrix(self.matrix), context.adapters, self.factors.num_experts
-        assert adapters is not None, "tokens have adapters if matrices do"
-
-        def adapted() -> Float[Array, "M outputs"]:
-            num_pairs, expert = adapters.num_slots * num_experts, row_groups(group_sizes, len(x))
-            is_adapted = adapters.is_adapted & (expert < num_experts)
-            pairs = SortedGroups.sort(
-                jnp.where(is_adapted, adapters.index * num_experts + expert, num_pairs), num_pairs
-            )
-            values = self.factors.products(x[pairs.order], pairs.sizes)[pairs.position]
-            return base.linear_groups(x, group_sizes, context._replace(term=TokenTerm(values, adapters)))
-
-        return if_adapted(adapters, adapted, lambda: base.linear_groups(x, group_sizes, context))
+        assert context.adapters is not None, "tokens have adapters if matrices do"
+        term = ExpertTerm(self.factors, group_sizes, context.adapters)
+        return as_matrix(self.matrix).linear_groups(x, group_sizes, context._replace(term=term))
 
     def at_layer(self, layer: Int[Array, ""]) -> AdaptedExperts:
         """Return one layer's experts in this stack."""

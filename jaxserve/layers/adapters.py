@@ -8,21 +8,22 @@ adapters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, no_type_check
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxserve.layers.linear import LinearContext, StackedMatrix, TokenTerm, Weight, WrappedMatrix, as_matrix
-from jaxserve.layers.norm import Norm, rms_norm
+from jaxserve.layers.linear import LinearContext, SortedGroups, StackedMatrix, Weight, WrappedMatrix, as_matrix
 from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.layers.token_context import TokenAdapters
 from jaxserve.layers.weight_formats.packed import NativeMatrix
-from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS, LowRankTerms, PackedMatrix, multiply_low_rank
 from jaxserve.pallas_kernels.target import target_platform
 
 RANK_GRAIN = PANEL_ROWS  # stacks have ranks that are multiples of this
@@ -38,7 +39,7 @@ class Factors(ABC):
 
     Attributes:
         a: all parts' first factors, by adapter.
-        b: second factors by part, each by adapter.
+        b: second factors by part, each by adapter; for native kernels one array of all parts.
         bias: further terms, by adapter [S, out]; None without them.
         scale: factors on the sum of output and terms, likewise. A slot's new arrays have norms in it instead, which
             the sum's matrix shall have by row, NaN for factors of 1; see `models.adapter_norms`.
@@ -53,39 +54,46 @@ class Factors(ABC):
         """Return the matrix with these adapters."""
         return AdaptedMatrix(matrix, self)
 
-    def term(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> TokenTerm:
-        """Return adapted tokens' terms for a matrix.
-
-        Args:
-            x: inputs.
-            norm: norm applied to them; None for no norm.
-            adapters: the tokens' adapters.
-        """
-        return self._term(self._products(x, norm, adapters), adapters)
-
-    def table_term(self, ids: Int[Array, " T"], adapters: TokenAdapters) -> TokenTerm:
-        """Return adapted tokens' terms for an embedding's rows `ids`."""
-        first = adapters.index * (len(self.a) // adapters.num_slots)
-        return self._term(self._expanded(StoredRows(self.a).take(first + ids), adapters), adapters)
+    def packed(self, adapters: TokenAdapters) -> LowRankTerms | None:
+        """Return the tokens' terms for native kernels; None if the factors are not packed."""
+        return None
 
     @abstractmethod
-    def _products(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
-        """Return adapted tokens' inputs multiplied by both factors, in float32; arbitrary values for the others."""
+    def added_to(
+        self, y: Float[Array, "T out"], x: Float[Array, "T in"], adapters: TokenAdapters
+    ) -> Float[Array, "T out"]:
+        """Return outputs y with adapted tokens' terms for inputs x."""
+
+    def table_rows(
+        self, rows: Float[Array, "T D"], ids: Int[Array, " T"], adapters: TokenAdapters
+    ) -> Float[Array, "T D"]:
+        """Return an embedding's rows `ids` with adapted tokens' terms."""
+
+        def added() -> Float[Array, "T D"]:
+            first = adapters.index * (len(self.a) // adapters.num_slots)
+            values = self._expanded(StoredRows(self.a).take(first + ids), adapters)
+            return self._with_vectors(rows, values, adapters).astype(rows.dtype)
+
+        return if_adapted(adapters, added, lambda: rows)
 
     @abstractmethod
     def _expanded(self, inner: Float[Array, "T rank"], adapters: TokenAdapters) -> Float[Array, "T out"]:
-        """Return adapted tokens' inner vectors, for one part, multiplied by the second factors, likewise."""
+        """Return inner vectors, for one part, multiplied by the second factors; arbitrary values for other tokens."""
 
     @abstractmethod
     def unpacked(self) -> list[tuple[Float[Array, "rank in"], Float[Array, "out rank"]]]:
         """Return both factors of each part in float32, for a matrix with one adapter."""
 
-    def _term(self, values: Float[Array, "T out"], adapters: TokenAdapters) -> TokenTerm:
-        """Return the term with these values, and with the adapters' vectors."""
+    def _with_vectors(
+        self, y: Float[Array, "T out"], values: Float[Array, "T out"], adapters: TokenAdapters
+    ) -> Float[Array, "T out"]:
+        """Return outputs y with adapted tokens' values and vectors; others keep all bits, such as a zero's sign."""
+        total = y + values
         if self.bias is not None:
-            values += self.bias.at[adapters.index].get(mode="clip")
-        scale = None if self.scale is None else self.scale.at[adapters.index].get(mode="clip")
-        return TokenTerm(values, adapters, scale)
+            total += self.bias.at[adapters.index].get(mode="clip")
+        if self.scale is not None:
+            total *= self.scale.at[adapters.index].get(mode="clip")
+        return jnp.where(adapters.is_adapted[:, None], total, y)
 
 
 @no_type_check
@@ -97,10 +105,17 @@ class FloatFactors(Factors):
     All tokens are multiplied by all first factors, which is one matmul, and keep only their adapters' results.
     """
 
-    def _products(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
-        x = norm(x) if norm else x
-        inner = as_matrix(self.a).multiply(x.astype(self.a.dtype), LinearContext())
-        return self._own(inner.reshape(len(x), adapters.num_slots, len(self.b), -1), adapters)
+    def added_to(
+        self, y: Float[Array, "T out"], x: Float[Array, "T in"], adapters: TokenAdapters
+    ) -> Float[Array, "T out"]:
+        """Return outputs y with adapted tokens' terms; see `Factors.added_to`."""
+
+        def added() -> Float[Array, "T out"]:
+            inner = as_matrix(self.a).multiply(x.astype(self.a.dtype), LinearContext())
+            values = self._own(inner.reshape(len(x), adapters.num_slots, len(self.b), -1), adapters)
+            return self._with_vectors(y, values, adapters)
+
+        return if_adapted(adapters, added, lambda: y)
 
     def _expanded(self, inner: Float[Array, "T rank"], adapters: TokenAdapters) -> Float[Array, "T out"]:
         rank = len(self.b[0]) // adapters.num_slots  # rows of the table may have padding
@@ -129,9 +144,9 @@ class FloatFactors(Factors):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NativeFactors(Factors):
-    """Factors packed for the native CPU kernels, in 16-row panels: a matrix [P * rank, in], and each [out, rank].
+    """Factors packed for the native CPU kernels: a matrix [P * rank, in], and one [out, rank] of all parts.
 
-    Tokens are sorted by adapter, and each is multiplied only by its own adapter's factors.
+    The kernel that multiplies by the model's matrix adds the terms of adapted tokens to its sums: see `LowRankTerms`.
 
     Attributes:
         part_sizes: outputs per part.
@@ -139,43 +154,72 @@ class NativeFactors(Factors):
 
     part_sizes: tuple[int, ...] = field(metadata={"static": True})
 
-    def _products(self, x: Float[Array, "T in"], norm: Norm | None, adapters: TokenAdapters) -> Float[Array, "T out"]:
-        P, r = len(self.b), self.b[0].shape[1]
-        x = _normed_alike(x, norm) if norm else x
-        inner = multiply_packed(x[adapters.order], self.a, P * r, adapters)
-        outputs = [
-            multiply_packed(inner[:, part * r : (part + 1) * r], b, size, adapters)
-            for part, (b, size) in enumerate(zip(self.b, self.part_sizes, strict=True))
-        ]
-        return jnp.concatenate(outputs, axis=1)[adapters.rank_of]
+    def packed(self, adapters: TokenAdapters) -> LowRankTerms:
+        """Return the tokens' terms for native kernels."""
+        return LowRankTerms(adapters.slot, self.a, self.b[0], self.part_sizes, self.bias, self.scale)
+
+    def added_to(
+        self, y: Float[Array, "T out"], x: Float[Array, "T in"], adapters: TokenAdapters
+    ) -> Float[Array, "T out"]:
+        """Return outputs y, of a matrix that XLA multiplies, with adapted tokens' terms."""
+        terms = replace(self.packed(adapters), shift=None, factor=None)
+        return self._with_vectors(y, multiply_low_rank(terms, x, adapters.num_slots), adapters)
 
     def _expanded(self, inner: Float[Array, "T rank"], adapters: TokenAdapters) -> Float[Array, "T out"]:
-        (b,), (size,) = self.b, self.part_sizes
-        return multiply_packed(inner[adapters.order].astype(jnp.float32), b, size, adapters)[adapters.rank_of]
+        [size] = self.part_sizes
+        return multiply_own(inner.astype(jnp.float32), self.b[0], size, adapters)
 
     def unpacked(self) -> list[tuple[Float[Array, "rank in"], Float[Array, "out rank"]]]:
         """Return both factors of each part; see `Factors.unpacked`."""
+        [b], num_ranks = self.b, len(self.a) * PANEL_ROWS
+        firsts, seconds = (
+            packed_linear.unpack(packed_matrix(panels, num_rows, panels.shape[1]).packed).weight.astype(jnp.float32)
+            for panels, num_rows in ((self.a, num_ranks), (b, sum(self.part_sizes)))
+        )
+        ends = np.cumsum(self.part_sizes)[:-1]
+        return list(zip(jnp.split(firsts, len(self.part_sizes)), jnp.split(seconds, ends), strict=True))
 
-        def rows(panels: Shaped[Array, "panels columns 1 lanes"]) -> Float[Array, "rows columns"]:
-            return jnp.swapaxes(panels[:, :, 0], 1, 2).reshape(-1, panels.shape[1]).astype(jnp.float32)
 
-        firsts = jnp.split(rows(self.a), len(self.b))
-        both = zip(firsts, self.b, self.part_sizes, strict=True)
-        return [(a, rows(b)[:size]) for a, b, size in both]
-
-
-def multiply_packed(
+def multiply_own(
     x: Float[Array, "T in"], panels: Shaped[Array, "..."], num_outputs: int, adapters: TokenAdapters
 ) -> Float[Array, "T out"]:
-    """Multiply tokens, sorted by adapter, by their adapters' packed matrices [out, in]."""
-    matrices = packed_matrix(panels, num_outputs, x.shape[1], adapters.num_slots)
-    return matrices.multiply_groups(x, adapters.group_sizes, LinearContext())
+    """Multiply adapted tokens by their adapters' packed matrices [out, in]; arbitrary outputs for the others."""
+    rows, matrices = sorted_by_adapter(adapters), packed_matrix(panels, num_outputs, x.shape[1], adapters.num_slots)
+    return matrices.multiply_groups(x[rows.order], rows.sizes, LinearContext())[rows.position]
 
 
-def packed_matrix(panels: Shaped[Array, "..."], num_outputs: int, num_inputs: int, num_matrices: int) -> NativeMatrix:
-    """Return matrices [num_outputs, num_inputs], one after another in panels of floats."""
-    none = jnp.zeros((len(panels), 0, 1, PANEL_ROWS), jnp.float32)
-    return NativeMatrix(PackedMatrix(panels, none, none, num_outputs, num_inputs, num_matrices, panels.dtype.name))
+def sorted_by_adapter(adapters: TokenAdapters) -> SortedGroups:
+    """Sort tokens by adapter; those of the base model, in no group, come last."""
+    return SortedGroups.sort(jnp.where(adapters.is_adapted, adapters.index, adapters.num_slots), adapters.num_slots)
+
+
+def packed_matrix(panels: Shaped[Array, "..."], num_rows: int, num_inputs: int, num_matrices: int = 1) -> NativeMatrix:
+    """Return matrices [num_rows, num_inputs], one after another in panels of floats."""
+    num_panels, _, parts, lanes = panels.shape
+    none = jnp.zeros((num_panels, 0, parts, lanes), jnp.float32)
+    return NativeMatrix(
+        PackedMatrix(panels, none, none, num_rows // parts, num_inputs, num_matrices, panels.dtype.name)
+    )
+
+
+class AdapterTerm(NamedTuple):
+    """Terms of adapted tokens for one matrix; see `linear.Term`.
+
+    Attributes:
+        factors: all adapters' factors.
+        adapters: the tokens' adapters.
+    """
+
+    factors: Factors
+    adapters: TokenAdapters
+
+    def added_to(self, y: Float[Array, "T out"], x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+        """Return outputs y with the terms for inputs x."""
+        return self.factors.added_to(y, x, self.adapters)
+
+    def packed(self) -> LowRankTerms | None:
+        """Return the terms for native kernels; None if the factors are not packed."""
+        return self.factors.packed(self.adapters)
 
 
 @no_type_check
@@ -192,39 +236,26 @@ class AdaptedMatrix(WrappedMatrix):
 
     def linear(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T outputs"]:
         """Compute the linear layer; the matrix's own fused kernel takes the terms."""
-        base, adapters = as_matrix(self.matrix), _adapters(context)
-
-        def adapted() -> Float[Array, "T outputs"]:
-            return base.linear(x, context._replace(term=self.factors.term(x, context.norm, adapters)))
-
-        return if_adapted(adapters, adapted, lambda: base.linear(x, context))
+        return as_matrix(self.matrix).linear(x, context._replace(term=self._term(context)))
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
         """Return `x @ W.T` with adapted tokens' terms."""
-        return self._with_terms(super().multiply(x, context), x, context)
+        return as_matrix(self.matrix).multiply_with_term(x, context._replace(term=self._term(context)))
 
     def multiply_in_stack(
         self, x: Float[Array, "T in"], stack: Any, layer: Int[Array, ""], context: LinearContext
     ) -> Float[Array, "T out"]:
         """Return `x @ W.T` with adapted tokens' terms, for one matrix in a stack."""
-        return self._with_terms(StackedMatrix(stack.matrix, layer).multiply(x, context), x, context)
+        return self._term(context).added_to(StackedMatrix(stack.matrix, layer).multiply(x, context), x)
 
     def look_up(self, ids: Int[Array, " T"], adapters: TokenAdapters | None) -> Float[Array, "T in"]:
         """Return an embedding's rows with adapted tokens' terms."""
         assert adapters is not None, "tokens have adapters if the embedding has"
-        rows = super().look_up(ids, adapters)
+        return self.factors.table_rows(super().look_up(ids, adapters), ids, adapters)
 
-        def added() -> Float[Array, "T in"]:
-            return self.factors.table_term(ids, adapters).added_to(rows).astype(rows.dtype)
-
-        return if_adapted(adapters, added, lambda: rows)
-
-    def _with_terms(
-        self, y: Float[Array, "T out"], x: Float[Array, "T in"], context: LinearContext
-    ) -> Float[Array, "T out"]:
-        """Return y with adapted tokens' terms."""
-        adapters = _adapters(context)
-        return if_adapted(adapters, lambda: self.factors.term(x, None, adapters).added_to(y), lambda: y)
+    def _term(self, context: LinearContext) -> AdapterTerm:
+        """Return the tokens' terms."""
+        return AdapterTerm(self.factors, _adapters(context))
 
 
 @no_type_check
@@ -262,8 +293,9 @@ class FloatMatrices(WholeMatrices):
 
     def multiply(self, x: Float[Array, "T in"], adapters: TokenAdapters) -> Float[Array, "T out"]:
         """Compute one grouped matmul; see `WholeMatrices.multiply`."""
-        rows = x[adapters.order].astype(self.stack.dtype)
-        return as_matrix(self.stack).multiply_groups(rows, adapters.group_sizes, LinearContext())[adapters.rank_of]
+        groups = sorted_by_adapter(adapters)
+        rows = x[groups.order].astype(self.stack.dtype)
+        return as_matrix(self.stack).multiply_groups(rows, groups.sizes, LinearContext())[groups.position]
 
 
 @no_type_check
@@ -280,7 +312,7 @@ class NativeMatrices(WholeMatrices):
 
     def multiply(self, x: Float[Array, "T in"], adapters: TokenAdapters) -> Float[Array, "T out"]:
         """Compute one grouped matmul; see `WholeMatrices.multiply`."""
-        return multiply_packed(x[adapters.order], self.stack, self.num_outputs, adapters)[adapters.rank_of]
+        return multiply_own(x, self.stack, self.num_outputs, adapters)
 
 
 @no_type_check
@@ -313,21 +345,6 @@ class ReplacedMatrix(WrappedMatrix):
         rows = super().look_up(ids, adapters)
         own = self.own.rows(ids, adapters).astype(rows.dtype)
         return jnp.where(self.own.is_replaced(adapters)[:, None], own, rows)
-
-
-def _normed_alike(x: Float[Array, "T in"], norm: Norm) -> Float[Array, "T in"]:
-    """Return x normed, with the same bits whatever the number of tokens is.
-
-    XLA's order of additions depends on the number of rows; the native kernels' order does not.
-    """
-    if norm.function is not rms_norm:
-        return norm(x)
-    x32, size = x.astype(jnp.float32), x.shape[1]
-    ones = jnp.zeros((1, size, 1, PANEL_ROWS), jnp.float32).at[..., 0].set(1.0)
-    none = jnp.zeros((1, 0, 1, PANEL_ROWS), jnp.float32)
-    sums = NativeMatrix(PackedMatrix(ones, none, none, 1, size)).multiply(jnp.square(x32), LinearContext())
-    assert not isinstance(norm.weight, Mapping), "RMS norms have no bias"
-    return (x32 * lax.rsqrt(sums / size + norm.eps)).astype(x.dtype) * norm.weight[None]
 
 
 def _adapters(context: LinearContext) -> TokenAdapters:

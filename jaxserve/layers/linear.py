@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxserve.layers.stored_rows import StoredRows, multiply_by_slabs
 from jaxserve.layers.token_context import TokenAdapters, TokenContext
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 from jaxserve.pallas_kernels.narrow_floats import is_narrow
+from jaxserve.pallas_kernels.packed_linear import LowRankTerms
 
 _MIN_TILE, _MAX_TILE = 8, 512  # rows; larger tiles dequantise a matrix less often, but pad more
 
@@ -25,31 +26,14 @@ _MIN_TILE, _MAX_TILE = 8, 512  # rows; larger tiles dequantise a matrix less oft
 MeshAxes = str | tuple[str, ...]
 
 
-class TokenTerm(NamedTuple):
-    """Term that adapted tokens add to a matmul's outputs; the others' outputs keep all bits, such as a zero's sign.
+class Term(Protocol):
+    """Term that some tokens add to a matmul's outputs, as adapters do; the others' outputs keep all bits."""
 
-    Attributes:
-        values: terms; arbitrary for other tokens.
-        adapters: the tokens' adapters.
-        factor: factor on the sums of outputs and terms, likewise; None for 1.
-    """
+    def added_to(self, y: Float[Array, "T out"], x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+        """Return outputs y with the terms for the matmul's inputs x."""
 
-    values: Float[Array, "T out"]
-    adapters: TokenAdapters
-    factor: Float[Array, "T out"] | None = None
-
-    def added_to(self, y: Float[Array, "T out"]) -> Float[Array, "T out"]:
-        """Return y with the terms."""
-        return self.select(self.applied_to(y), y)
-
-    def applied_to(self, y: Float[Array, "T out"]) -> Float[Array, "T out"]:
-        """Return y with the terms for all tokens."""
-        total = y + self.values
-        return total if self.factor is None else total * self.factor
-
-    def select(self, adapted: Float[Array, "T out"], others: Float[Array, "T out"]) -> Float[Array, "T out"]:
-        """Return the outputs `adapted` for adapted tokens, and `others` for the others."""
-        return jnp.where(self.adapters.is_adapted[:, None], adapted, others)
+    def packed(self) -> LowRankTerms | None:
+        """Return the terms for kernels that multiply a packed matrix and add them; None if they are not packed."""
 
 
 class LinearContext(NamedTuple):
@@ -60,7 +44,7 @@ class LinearContext(NamedTuple):
     Attributes:
         adapters: adapters by row of x, which adapted matrices need; None without adapters.
         norm: norm applied to x.
-        term: term of some tokens, on each device, as adapters add; None without it.
+        term: term of some tokens, on each device; None without it.
         bias: bias, for grouped matrices [groups, out].
         activation: function applied after the bias.
         residual: residual stream.
@@ -72,7 +56,7 @@ class LinearContext(NamedTuple):
 
     adapters: TokenAdapters | None = None
     norm: Norm | None = None
-    term: TokenTerm | None = None
+    term: Term | None = None
     bias: Float[Array, "*groups out"] | None = None
     activation: Callable[[Array], Array] | None = None
     residual: Float[Array, "T outputs"] | None = None
@@ -133,9 +117,13 @@ class Matrix(ABC):
 
     def linear(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T outputs"]:
         """Return the layer's output, including norm, bias, activation and residual; fused kernels override this."""
-        y = self.multiply(context.norm(x) if context.norm else x, context)
-        y = y if context.term is None else context.term.added_to(y)
+        y = self.multiply_with_term(context.norm(x) if context.norm else x, context)
         return context.finish(context.reduce(y.astype(context.dtype)))
+
+    def multiply_with_term(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
+        """Return `x @ W.T + term`, as `multiply` does; formats whose kernels add terms override this."""
+        y = self.multiply(x, context)
+        return y if context.term is None else context.term.added_to(y, x)
 
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
@@ -175,7 +163,7 @@ class Matrix(ABC):
         bias, term = context.bias, context.term
         is_last = bias is None and term is None
         y = self.multiply_groups(x, group_sizes, context if is_last else context._replace(dtype=jnp.float32))
-        y = y if term is None else term.added_to(y)
+        y = y if term is None else term.added_to(y, x)
         if bias is not None:
             y += bias.astype(y.dtype).at[row_groups(group_sizes, len(x))].get(mode="fill", fill_value=0)
         return context._replace(bias=None).finish(y.astype(context.dtype))

@@ -115,36 +115,19 @@ class NarrowingAttention(Attention):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenAdapters:
-    """Adapters of tokens, and the tokens' order by adapter.
+    """Adapters of tokens.
 
     Attributes:
         slot: adapter per token: 0 for the base model, otherwise 1 + its index in the stacks.
-        order: tokens in the order of their adapters; tokens without one come last.
-        rank_of: index of each token in `order`.
-        group_sizes: number of tokens per adapter, without the base model.
+        num_slots: number of adapters, S.
     """
 
     slot: Int[Array, " T"]
-    order: Int[Array, " T"]
-    rank_of: Int[Array, " T"]
-    group_sizes: Int[Array, " S"]
-
-    @classmethod
-    def from_slots(cls, slot: Int[Array, " T"], num_slots: int) -> Self:
-        """Return the adapters of tokens whose adapter slots are `slot`, among `num_slots` adapters."""
-        order = jnp.argsort(jnp.where(slot > 0, slot, num_slots + 1)).astype(jnp.int32)
-        rank_of = jnp.zeros_like(order).at[order].set(jnp.arange(len(slot), dtype=jnp.int32))
-        is_own = slot[:, None] == 1 + jnp.arange(num_slots, dtype=jnp.int32)[None]
-        return cls(slot, order, rank_of, jnp.sum(is_own, axis=0, dtype=jnp.int32))
+    num_slots: int = field(metadata={"static": True})
 
     def select(self, take: Callable[[Int[Array, " T"]], Int[Array, " N"]]) -> Self:
         """Return the adapters of other tokens, whose slots `take` selects."""
-        return self.from_slots(take(self.slot), self.num_slots)
-
-    @property
-    def num_slots(self) -> int:
-        """Number of adapters, S."""
-        return self.group_sizes.shape[0]
+        return dataclasses.replace(self, slot=take(self.slot))
 
     @property
     def index(self) -> Int[Array, " T"]:
@@ -157,24 +140,9 @@ class TokenAdapters:
         return self.slot > 0
 
     @property
-    def num_adapted(self) -> Int[Array, ""]:
-        """Number of tokens with an adapter, which `order` has first."""
-        return jnp.sum(self.group_sizes)
-
-    @property
-    def others_first(self) -> Int[Array, " T"]:
-        """Tokens in an order that begins with those without an adapter."""
-        return jnp.roll(self.order, -self.num_adapted)
-
-    @property
-    def rank_among_others(self) -> Int[Array, " T"]:
-        """Index of each token in `others_first`."""
-        return (self.rank_of - self.num_adapted) % len(self.rank_of)
-
-    @property
     def has_adapted(self) -> Bool[Array, ""]:
         """True if any token has an adapter."""
-        return self.num_adapted > 0
+        return jnp.any(self.is_adapted)
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders

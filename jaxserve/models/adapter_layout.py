@@ -35,13 +35,13 @@ from jaxserve.models.adapted_specs import (
     Part,
     adapted_specs,
     embeddings,
-    separate_experts,
-    unknown_module,
 )
+from jaxserve.models.adapter_checks import AdapterCheck
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, device_slices, stack_layers
-from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
-from jaxserve.weights.adapter_files import AdapterFile, AdapterModule, module_names
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS, Packer
+from jaxserve.weights.adapter_files import AdapterFile, AdapterModule
 
 _LANES = 128  # elements in a vector of a TPU
 
@@ -98,13 +98,8 @@ class AdapterLayout:
             if not self.is_native:
                 a = shape((count * each.num_parts * self.rank, each.num_inputs), (None, None))
                 return self._experts(each, a, [shape((count * size, self.rank), (None, None)) for size in sizes])
-            num_panels = [count * -(-size // PANEL_ROWS) for size in (each.num_parts * self.rank, *sizes)]
-            num_inputs = [each.num_inputs, *[self.rank] * len(sizes)]
-            a, *b = (
-                shape((panels, inputs, 1, PANEL_ROWS), (None,) * 4)
-                for panels, inputs in zip(num_panels, num_inputs, strict=True)
-            )
-            return self._experts(each, a, b)
+            first, second = (shape(panels, (None,) * 4) for panels in self._packed(each, count))
+            return self._experts(each, first, [second])
 
         def factors(each: AdaptedSpec) -> Factors | ExpertFactors:
             if each.spec.experts is not None:
@@ -113,16 +108,11 @@ class AdapterLayout:
             if each.is_table:
                 a = shape((slots * each.num_inputs, self.table_rank), (columns, None))
             elif self.is_native:
-                a = shape(
-                    (slots * num_ranks // PANEL_ROWS, each.num_inputs, 1, PANEL_ROWS), (None, columns, None, None)
-                )
+                a = shape(self._packed(each, slots)[0], (None, columns, None, None))
             else:
                 a = shape((slots * num_ranks, each.num_inputs), (None, columns))
             if self.is_native:
-                b = [
-                    shape((slots * -(-size // PANEL_ROWS), self.rank, 1, PANEL_ROWS), (rows, None, None, None))
-                    for size in each.part_sizes
-                ]
+                b = [shape(self._packed(each, slots)[1], (rows, None, None, None))]
             else:
                 b = [shape((slots * self.rank, size), (None, rows)) for size in each.part_sizes]
             bias = None
@@ -154,22 +144,31 @@ class AdapterLayout:
         stacks: Params = jax.tree.map(zeros, self.abstract(arch, mesh))
         return stacks
 
+    def _packed(self, each: AdaptedSpec, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes in panels of `count` matrices' first and second factors on a device.
+
+        The second factors of all parts are one matrix, whose panels have the same rows as the model's.
+        """
+        sizes = each.part_sizes[: each.num_parts]
+        a = packed_linear.abstract(count * len(sizes) * self.rank, each.num_inputs, self.dtype, num_matrices=count)
+        b = packed_linear.abstract(count * sum(sizes), self.rank, self.dtype, num_matrices=count, gated=each.spec.gated)
+        return a.weights.shape, b.weights.shape
+
     def place(self, adapter: AdapterFile, arch: ArchConfig, mesh: Mesh | None) -> Params:
         """Return an adapter's arrays on the host, in the shapes that `abstract` returns for a layout with one slot.
 
         Raises:
-            ConfigError: a module is not in the model, or has other sizes; see `check`.
+            ConfigError: a module is not in the model, or has other sizes; see `AdapterCheck`.
         """
-        found, matrices = self.check(adapter, arch), self._check_whole(adapter, arch)
+        check = AdapterCheck(arch, self.specs(arch, arch), self.max_rank, self.extras)
+        found, matrices = check.modules(adapter), check.matrices(adapter)
 
         def factors(each: AdaptedSpec) -> Factors | ExpertFactors:
             modules = [found.get(part.module) for part in each.parts]
             a = np.concatenate([self._first(each, module) for module in modules])
             b = [self._second(each, part, module) for part, module in zip(each.parts, modules, strict=True)]
             if each.spec.experts is not None:
-                by_part = [b[part :: each.num_parts] for part in range(each.num_parts)]
-                stored = [np.concatenate([self._panels(x) if self.is_native else x for x in own]) for own in by_part]
-                return self._experts(each, self._stored(a, transposed=False), stored)
+                return self._experts(each, *self._experts_arrays(each, a, b))
             bias = self._bias(each, modules, mesh) if self._has(LORA_BIAS, each) else None
             scale = self._magnitudes(each, modules, mesh) if self._has(USE_DORA, each) else None
             return self._factors(each, *self._split(each, a, b, mesh), bias, scale)
@@ -183,87 +182,11 @@ class AdapterLayout:
             count = 1 if mesh is None else num_parts(mesh, split_axes(spec.axes))
             padded = np.pad(stored, ((0, count * local.shape[0] - len(stored)), (0, 0)))
             if self.is_native and spec.path == HEAD:
-                shards = [self._stored(shard, transposed=True) for shard in np.split(padded, count)]
+                shards = [_panels(shard) for shard in np.split(padded, count)]
                 return self._whole(np.concatenate(shards), given, local.shape[0])
             return self._whole(padded, given, None)
 
         return self._tree(arch, mesh, factors, whole, stack=lambda *arrays: np.stack(arrays))
-
-    def check(self, adapter: AdapterFile, arch: ArchConfig) -> dict[str, AdapterModule]:
-        """Return an adapter's factors by the model's module names.
-
-        Raises:
-            ConfigError: a module is not in the model or cannot be adapted, or its sizes or rank do not fit.
-        """
-        specs = self.specs(arch, arch)
-        known = {part.module: (each, part) for each in specs for part in each.parts}
-        found: dict[str, AdapterModule] = {}
-        for name, module in separate_experts(adapter.modules, arch):
-            own = next((each for each in module_names(name) if each in known), None)
-            if own is None:
-                raise ConfigError(unknown_module(name, list(known), arch))
-            if own in found:
-                raise ConfigError(f"an adapter must have one pair of factors for {own}, got another one named {name}")
-            each, part = known[own]
-            wanted = each.num_rows(part), each.spec.shape[1]
-            got = module.b.shape[-2], module.a.shape[-1]
-            if each.is_table != module.is_table:
-                kind = "lora_embedding_A and lora_embedding_B" if each.is_table else "lora_A and lora_B"
-                raise ConfigError(f"an adapter must have {kind} for {own}, got other factors; save it with PEFT")
-            if wanted != got:
-                raise ConfigError(
-                    f"the adapter must fit {own} with {wanted[1]} inputs and {wanted[0]} outputs, got factors for "
-                    f"{got[1]} and {got[0]}; it was trained on another model"
-                )
-            if module.rank > self.max_rank:
-                raise ConfigError(
-                    f"the rank of an adapter must be at most max_lora_rank, {self.max_rank}, got {module.rank} in "
-                    f"{name}; raise max_lora_rank"
-                )
-            if each.spec.experts is not None and not (module.bias is None and module.magnitude is None):
-                raise ConfigError(f"adapters of routed experts must have factors only, got vectors for {name}")
-            if module.bias is not None:
-                self._require(LORA_BIAS, f"biases, as of {name},")
-            if module.magnitude is not None:
-                if module.is_table:
-                    raise ConfigError(f"adapters of embeddings must not have magnitudes (DoRA), got some for {name}")
-                self._require(USE_DORA, f"magnitudes (DoRA), as of {name},")
-            found[own] = module
-        return found
-
-    def _check_whole(self, adapter: AdapterFile, arch: ArchConfig) -> dict[tuple[str | int, ...], NDArray[Any]]:
-        """Return the matrices that replace the model's, by path.
-
-        Raises:
-            ConfigError: a matrix is none of embedding and head, or its shape is another.
-        """
-        specs = {spec.hf_names[0].removesuffix(".weight"): spec for spec in embeddings(arch)}
-        found: dict[tuple[str | int, ...], NDArray[Any]] = {}
-        shapes = {name: matrix.shape for name, matrix in adapter.whole.items()}
-        for name, shape in (shapes | adapter.base).items():
-            own = next((specs[each] for each in module_names(name) if each in specs), None)
-            if own is None:
-                raise ConfigError(
-                    f"whole matrices of adapters must be in {list(specs)}, got {name}; train the adapter without it in "
-                    "modules_to_save"
-                )
-            if shape != own.shape:
-                raise ConfigError(
-                    f"{name} of the adapter must have the model's shape, {list(own.shape)}, got {list(shape)}; it was "
-                    "trained on a model with another vocabulary or size"
-                )
-            if name in adapter.whole:
-                self._require(MODULES_TO_SAVE, f"whole matrices, as {name},")
-                found[own.path] = adapter.whole[name]
-        return found
-
-    def _require(self, extra: str, feature: str) -> None:
-        """Raise ConfigError unless the stacks have an extra."""
-        if extra not in self.extras:
-            raise ConfigError(
-                f"an adapter with {feature} needs lora_extras with {extra!r}, got {list(self.extras)}; start the "
-                f"engine with lora_extras={[*self.extras, extra]}"
-            )
 
     def specs(self, arch: ArchConfig, local: ArchConfig) -> list[AdaptedSpec]:
         """Return the matrices with factors; see `adapted_specs`."""
@@ -390,20 +313,25 @@ class AdapterLayout:
         if each.is_table:
             count = 1 if mesh is None else num_parts(mesh, split_axes(each.spec.axes))
             padded = np.pad(a.T, ((0, count * each.num_inputs - a.shape[1]), (0, self.table_rank - self.rank)))
-            return np.ascontiguousarray(padded), [self._stored(x, transposed=True) for x in b]
+            return np.ascontiguousarray(padded), self._seconds(each, b)
         if mesh is None or each.spec.split_dimension is None:
-            return self._stored(a, transposed=False), [self._stored(x, transposed=True) for x in b]
+            return self._first_panels(a), self._seconds(each, b)
         if each.spec.split_dimension == 1:
             count = num_parts(mesh, split_axes(each.spec.axes))
             shards = [np.asarray(device_slices(each.spec, [a], index, mesh)[0][0]) for index in range(count)]
-            stored = [self._stored(shard, transposed=False) for shard in shards]
-            return np.concatenate(stored, axis=1), [self._stored(x, transposed=True) for x in b]
+            return np.concatenate([self._first_panels(x) for x in shards], axis=1), self._seconds(each, b)
         axis = 0 if self.is_native else 1
-        joined = [
-            np.concatenate([self._stored(x, transposed=True) for x in shards], axis=axis)
-            for shards in zip(*self._shards(each, np.concatenate(b), mesh), strict=True)
-        ]
-        return self._stored(a, transposed=False), joined
+        stored = [self._seconds(each, shards) for shards in self._shards(each, np.concatenate(b), mesh)]
+        return self._first_panels(a), [np.concatenate(x, axis=axis) for x in zip(*stored, strict=True)]
+
+    def _experts_arrays(
+        self, each: AdaptedSpec, a: NDArray[Any], b: Sequence[NDArray[Any]]
+    ) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+        """Return experts' first factors [E * P * rank, in] and second ones, by expert and part, as stacks have them."""
+        if not self.is_native:
+            return a, [np.concatenate(b[part :: each.num_parts]) for part in range(each.num_parts)]
+        seconds = _panels(np.concatenate(b), each.num_experts, gated=each.spec.gated)
+        return _panels(a, each.num_experts), [seconds]
 
     def _by_device(self, each: AdaptedSpec, vectors: Sequence[NDArray[Any]], mesh: Mesh | None) -> list[NDArray[Any]]:
         """Return vectors with an element per output, by part, in device order; see `abstract`.
@@ -428,18 +356,24 @@ class AdapterLayout:
             shards.append(np.split(np.pad(own, padding), np.cumsum(each.part_sizes)[:-1]))
         return shards
 
-    def _stored(self, matrix: NDArray[Any], *, transposed: bool) -> NDArray[Any]:
-        """Return a device's matrix [out, in] as its stack has it: packed, or else as it is or transposed."""
-        if not self.is_native:
-            return np.ascontiguousarray(matrix.T) if transposed else matrix
-        return self._panels(matrix)
+    def _first_panels(self, a: NDArray[Any]) -> NDArray[Any]:
+        """Return a device's first factors [P * rank, in] as their stack has them."""
+        return _panels(a) if self.is_native else a
 
-    @staticmethod
-    def _panels(matrix: NDArray[Any]) -> NDArray[Any]:
-        """Return a matrix in panels for the native kernels."""
-        padded = np.pad(matrix, ((0, -len(matrix) % PANEL_ROWS), (0, 0)))
-        panels = padded.reshape(-1, PANEL_ROWS, matrix.shape[1])
-        return np.ascontiguousarray(np.swapaxes(panels, 1, 2)[:, :, None])
+    def _seconds(self, each: AdaptedSpec, b: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
+        """Return a device's second factors [out, rank], by part, as their stacks have them."""
+        if self.is_native:
+            return [_panels(np.concatenate(b), gated=each.spec.gated)]
+        return [np.ascontiguousarray(x.T) for x in b]
+
+
+def _panels(matrix: NDArray[Any], num_matrices: int = 1, *, gated: bool = False) -> NDArray[Any]:
+    """Return matrices, one after another, in panels for the native kernels."""
+    rows, columns = matrix.shape
+    shapes = packed_linear.abstract(rows, columns, matrix.dtype, num_matrices=num_matrices, gated=gated)
+    packer = Packer(shapes)
+    packer.write(0, matrix)
+    return packer.panels
 
 
 def _stack_shapes(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -5,13 +5,11 @@ All groups share the threads. A row's result is bit-identical whatever other row
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels import native, packed_linear
 from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
-from jaxserve.pallas_kernels.packed_linear import PackedMatrix, formats
+from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 
 
 def unsupported_reason(problem: Problem) -> str | None:
@@ -37,13 +35,4 @@ def multiply(
         group_sizes: rows per group; rows after the last group get zeros.
         layer: zero, since packed matrices belong to one layer.
     """
-    out = jax.ShapeDtypeStruct((x.shape[0], matrices.num_outputs), jnp.float32)
-    y: Array = jax.ffi.ffi_call(native.GROUPED_LINEAR, out)(
-        x.astype(jnp.float32),
-        matrices.weights,
-        matrices.scales,
-        matrices.zeros.reshape(-1),
-        group_sizes,
-        **formats(matrices, problem.input_format),
-    )
-    return y
+    return packed_linear.multiply_groups(matrices, x, group_sizes, input_format=problem.input_format)

@@ -21,7 +21,7 @@ ATTENTION = "jaxserve_attention"
 LINEAR = "jaxserve_linear"
 GROUPED_LINEAR = "jaxserve_grouped_linear"
 ZEROS = "jaxserve_zeros"
-ABI = 15  # version of the calls' signatures and of packed weights; ffi.cc has the same number
+ABI = 16  # version of the calls' signatures and of packed weights; ffi.cc has the same number
 
 _DIRECTORY = Path(__file__).parent
 _LIBRARY = _DIRECTORY / "_kernels.so"

@@ -250,8 +250,9 @@ inline NATIVE_INLINE void each_sums(float* sums, const Use& use) {
 
 // Write y of a tile of tokens from its finished sums for some panels.
 inline void finish_tile(const LinearProblem& p, int64_t first_token, int64_t num_tokens, int64_t panel, int64_t num_panels,
-                        const float* sums) {
+                        float* sums) {
   for (int64_t i = 0; i < num_panels; ++i, sums += kTileSums) {
+    if (p.token_terms) add_terms(p, first_token, num_tokens, panel + i, sums, kPanelRows);
     for (int64_t t = 0; t < num_tokens; ++t) {
       const F<16> finished[1][1] = {load<16>(sums + t * kPanelRows)};
       finish<1, 1>(p, first_token + t, panel + i, finished);

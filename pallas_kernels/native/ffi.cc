@@ -193,13 +193,74 @@ ffi::Error read_product(int64_t weight_format, int64_t input_format, const ffi::
   return ffi::Error::Success();
 }
 
+constexpr size_t kTermOperands = 7;
+
+// Fill `p.terms` from the last operands: slots, a, b, part_ends, and shift, factor and x, which are empty if left out.
+// There are none in calls without terms, and null is left if no token has any. A grouped product has `num_groups`
+// matrices for each slot, and no shift and factor.
+ffi::Error read_terms(const ffi::RemainingArgs& operands, int64_t num_groups, const ffi::AnyBuffer& weight,
+                      native::LinearProblem& p, native::Terms& terms) {
+  if (operands.size() == 0) return ffi::Error::Success();
+  const auto slots = operands.get<ffi::Buffer<ffi::S32>>(0), part_ends = operands.get<ffi::Buffer<ffi::S32>>(3);
+  const auto a = operands.get<ffi::AnyBuffer>(1), b = operands.get<ffi::AnyBuffer>(2);
+  const auto shift = operands.get<ffi::Buffer<ffi::F32>>(4), factor = operands.get<ffi::Buffer<ffi::F32>>(5);
+  const auto x = operands.get<ffi::Buffer<ffi::F32>>(6);
+  if (operands.size() != kTermOperands || !slots || !a || !b || !part_ends || !shift || !factor || !x) {
+    return ffi::Error::InvalidArgument("terms must be slots, a, b, part_ends, shift, factor and x");
+  }
+  const auto a_dims = a->dimensions(), b_dims = b->dimensions();
+  const int64_t num_panels = weight.dimensions()[0];  // of all groups
+  const auto num_elements = [](const auto& buffer) { return static_cast<int64_t>(buffer.element_count()); };
+  terms.num_parts = num_elements(*part_ends);
+  if (a_dims.size() != 4 || b_dims.size() != 4 || a_dims[2] * a_dims[3] != native::kPanelRows ||
+      b_dims[2] * b_dims[3] != native::kPanelRows || terms.num_parts < 1 || b_dims[0] == 0 || b_dims[0] % num_panels != 0 ||
+      b_dims[1] == 0 || b_dims[1] % native::kPanelRows != 0 ||
+      a_dims[0] != b_dims[0] / num_panels * num_groups * terms.num_parts * b_dims[1] / native::kPanelRows ||
+      num_elements(*slots) != static_cast<int64_t>(p.num_tokens)) {
+    return ffi::Error::InvalidArgument("terms must have a [S, parts * rank, K] and b [S, N, rank] in panels, and a slot per token");
+  }
+  terms.num_slots = b_dims[0] / num_panels;
+  terms.rank = b_dims[1];
+  terms.num_inputs = a_dims[1];
+  terms.gated = b_dims[2] == 2;
+  terms.part_ends = part_ends->typed_data();
+  const int64_t num_rows = terms.part_ends[terms.num_parts - 1], num_vectors = terms.num_slots * num_rows;
+  if (misfits(*shift, num_groups == 1 ? num_vectors : 0) || misfits(*factor, num_groups == 1 ? num_vectors : 0) ||
+      misfits(*x, p.num_tokens * terms.num_inputs) || (num_elements(*x) == 0 && terms.num_inputs != p.num_inputs)) {
+    return ffi::Error::InvalidArgument("terms must have shift and factor [S, N], and as many inputs as a has columns");
+  }
+  const auto dtype = a->element_type();
+  if (dtype != b->element_type() || (dtype != ffi::F32 && dtype != ffi::BF16 && dtype != ffi::F16)) {
+    return ffi::Error::InvalidArgument("terms must have a and b in one of float32, bfloat16 and float16");
+  }
+  terms.format = dtype == ffi::F32    ? native::WeightFormat::kFloat32
+                 : dtype == ffi::BF16 ? native::WeightFormat::kBFloat16
+                                      : native::WeightFormat::kFloat16;
+  terms.slots = slots->typed_data();
+  terms.a = a->untyped_data();
+  terms.b = b->untyped_data();
+  terms.shift = data_or_null(*shift);
+  terms.factor = data_or_null(*factor);
+  terms.x = data_or_null(*x);
+  bool has_terms = false;
+  for (int64_t t = 0; t < p.num_tokens; ++t) {
+    if (terms.slots[t] < 0 || terms.slots[t] > terms.num_slots) {
+      return ffi::Error::InvalidArgument("slots must be 0 or numbers of adapters");
+    }
+    has_terms |= terms.slots[t] > 0;
+  }
+  p.terms = has_terms ? &terms : nullptr;
+  return ffi::Error::Success();
+}
+
 // `scales`, `zeros`, `norm`, `bias`, `residual` and `num_live` are empty if left out. Only the first `num_live` tokens
 // are computed; results of the others are zero.
 ffi::Error run_linear(ffi::ThreadPool pool, float eps, int64_t weight_format, int64_t input_format, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                       ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> zeros, ffi::Buffer<ffi::F32> norm,
                       ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::F32> residual, ffi::Buffer<ffi::S32> num_live,
-                      ffi::ResultBuffer<ffi::F32> y) {
+                      ffi::RemainingArgs of_terms, ffi::ResultBuffer<ffi::F32> y) {
   native::LinearProblem p{};
+  native::Terms terms{};
   if (ffi::Error error = read_product(weight_format, input_format, x, weight, scales, zeros, 1, y, p); error.failure()) return error;
   if (misfits(norm, p.num_inputs) || misfits(bias, (p.gated ? 2 : 1) * p.num_outputs) ||
       misfits(residual, p.num_tokens * p.num_outputs)) {
@@ -209,6 +270,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, int64_t weight_format, in
   p.eps = eps;
   p.bias = data_or_null(bias);
   p.residual = data_or_null(residual);
+  if (ffi::Error error = read_terms(of_terms, 1, weight, p, terms); error.failure()) return error;
   if (num_live.element_count() > 0) {
     const int64_t live = std::clamp<int64_t>(*num_live.typed_data(), 0, p.num_tokens);
     std::fill(p.y + live * p.num_outputs, p.y + p.num_tokens * p.num_outputs, 0.0f);
@@ -223,8 +285,10 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, int64_t weight_format, in
 // `scales` and `zeros` are empty if left out.
 ffi::Error run_grouped_linear(ffi::ThreadPool pool, int64_t weight_format, int64_t input_format, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                               ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> zeros,
-                              ffi::Buffer<ffi::S32> group_sizes, ffi::ResultBuffer<ffi::F32> y) {
+                              ffi::Buffer<ffi::S32> group_sizes, ffi::RemainingArgs of_terms,
+                              ffi::ResultBuffer<ffi::F32> y) {
   native::GroupedProblem p{};
+  native::Terms terms{};
   p.num_groups = static_cast<int64_t>(group_sizes.element_count());
   p.group_sizes = group_sizes.typed_data();
   if (ffi::Error error = read_product(weight_format, input_format, x, weight, scales, zeros, p.num_groups, y, p.all);
@@ -239,6 +303,7 @@ ffi::Error run_grouped_linear(ffi::ThreadPool pool, int64_t weight_format, int64
   if (num_tokens > p.all.num_tokens) {
     return ffi::Error::InvalidArgument("groups must have no more tokens than x has rows");
   }
+  if (ffi::Error error = read_terms(of_terms, p.num_groups, weight, p.all, terms); error.failure()) return error;
   XlaThreads threads(pool);
   kernels().grouped_linear(threads, p);
   return ffi::Error::Success();
@@ -404,7 +469,7 @@ ffi::Error run_zeros(ffi::Result<ffi::AnyBuffer> out) {
 }  // namespace
 
 // Version of the calls' signatures and of packed weights; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 15; }
+extern "C" int jaxserve_native_abi() { return 16; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -453,6 +518,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, run_linear,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_grouped_linear, run_grouped_linear,
@@ -465,6 +531,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_grouped_linear, run_grouped_linear,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_zeros, run_zeros, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());

@@ -17,6 +17,28 @@ enum class WeightFormat { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kFloat8, 
 // words, fp8 inputs for fp8 weights.
 enum class InputFormat { kFloat32, kInt8, kFloat8 };
 
+// Low-rank terms of some tokens, as LoRA adapters have: a token with matrices i has (x * weight^T + x * a[i]^T * b[i]^T +
+// shift[i]) * factor[i] in place of x * weight^T. The outputs are parts, each with inner vectors x * a^T of its own. Tokens
+// without terms have the bits of a call without terms.
+struct Terms {
+  const int32_t* slots;  // [T]: 0 for tokens without terms, else 1 + i; in grouped products also by the token's group
+  const float* x;        // [T, K] if inputs of `a` are not those of the product, after its norm; else null
+  const void* a;         // [S, parts * rank, K], packed as weights are
+  const void* b;         // [S, rows, rank], packed in panels with the rows of the weights' panels
+  WeightFormat format;   // of a and b, floats
+  bool gated;            // whether panels of b have 8 rows of the gate beside the 8 that they gate
+  const float* shift;    // [S, rows]; null for none
+  const float* factor;   // [S, rows]; null for none
+  const int32_t* part_ends;  // [parts], the row after each part's last
+  int64_t num_slots, num_parts, rank, num_inputs;
+};
+
+// The inner vectors of a token's parts, null for a token without terms, and the index of its matrices.
+struct TokenTerm {
+  const float* inner;
+  int64_t matrix;
+};
+
 // y[T, N] = x[T, K] * weight^T + bias[N] + residual[T, N], with weight packed as [N / 16, K, 16] (last panel padded).
 // A gated matrix stores each 8 rows of the gate beside the 8 rows that they gate, [N / 8, K, 2, 8], and has a bias
 // [2, N]: y = silu(x * gate^T + bias[0]) * (x * up^T + bias[1]) + residual.
@@ -38,6 +60,9 @@ struct LinearProblem {
   InputFormat input_format;
   float* y;
   int64_t num_tokens, num_outputs, num_inputs;
+  const Terms* terms;            // null if no token has terms
+  const TokenTerm* token_terms;  // [T], which the kernels compute from `terms`
+  const int32_t* rows;           // [T], rows of x that the tokens are; null if they are in order
 };
 
 // Products of consecutive tokens with weights of their own: group g has group_sizes[g] of them, and its weights, scales

@@ -14,10 +14,9 @@
 #include "amx_digits.h"
 #include "digits.h"
 #include "floats.h"
+#include "terms.h"
 
 namespace NATIVE_ISA {
-
-using native::GroupedProblem;
 
 #ifdef NATIVE_AMX
 using TokensForBFloat16 = TermTokens;
@@ -73,9 +72,33 @@ class Product {
   int64_t num_panels_, num_blocks_, unit_panels_, num_units_, num_ranges_;
 };
 
+// Compute the inner vectors of all tokens of some groups that have terms.
+inline void compute_inner(Executor& executor, LinearProblem& p, const int32_t* group_sizes, int64_t num_groups);
+
+// Write y of a matrix without columns, whose tokens have only terms.
+inline void write_terms(Executor& executor, const LinearProblem& p) {
+  constexpr int kTokens = 16;
+  parallel_for(executor, (p.num_tokens + kTokens - 1) / kTokens, [&](int64_t task) {
+    const int64_t first = task * kTokens, num_tokens = std::min<int64_t>(kTokens, p.num_tokens - first);
+    for (int64_t panel = 0; panel < num_panels(p); ++panel) {
+      float sums[kTokens * kPanelRows] = {};
+      if (p.token_terms) add_terms(p, first, num_tokens, panel, sums, kPanelRows);
+      for (int64_t t = 0; t < num_tokens; ++t) {
+        F<NATIVE_WIDTH> finished[1][kVectors];
+        for (int v = 0; v < kVectors; ++v) finished[0][v] = load<NATIVE_WIDTH>(sums + t * kPanelRows + v * NATIVE_WIDTH);
+        finish<1, 1>(p, first + t, panel, finished);
+      }
+    }
+  });
+}
+
 template <typename Tokens>
-void linear(Executor& executor, const LinearProblem& p) {
-  if (p.num_tokens == 0) return;
+void linear(Executor& executor, const LinearProblem& given) {
+  if (given.num_tokens == 0) return;
+  LinearProblem p = given;
+  const int32_t num_tokens = static_cast<int32_t>(p.num_tokens);
+  if (p.terms) compute_inner(executor, p, &num_tokens, 1);
+  if (p.num_inputs == 0) return write_terms(executor, p);
   float* buffer = scratch<Tokens>(Tokens::size(p));
   const Product<Tokens> product(executor, p, buffer, wanted_tasks(executor, p));
   parallel_for(executor, product.num_tasks(), [&](int64_t task) { product.run(task); });
@@ -92,7 +115,15 @@ std::vector<LinearProblem> group_problems(const GroupedProblem& p) {
     if (p.group_sizes[g] == 0) continue;
     LinearProblem product = p.all;
     product.num_tokens = p.group_sizes[g];
-    product.x += first * K;
+    if (product.token_terms) product.token_terms += first;
+    if (!product.rows) {
+      product.x += first * K;
+    } else if (product.num_tokens == 1) {  // a lone token may be used as it is
+      product.x += product.rows[first] * K;
+      product.rows = nullptr;
+    } else {
+      product.rows += first;
+    }
     product.y += first * product.num_outputs;
     product.weight = static_cast<const typename Format::Weight*>(product.weight) + g * matrix_elements;
     if (product.scales) product.scales += g * matrix_scales;
@@ -103,7 +134,9 @@ std::vector<LinearProblem> group_problems(const GroupedProblem& p) {
 }
 
 template <typename Tokens>
-void grouped_linear(Executor& executor, const GroupedProblem& p) {
+void grouped_linear(Executor& executor, const GroupedProblem& given) {
+  GroupedProblem p = given;
+  if (p.all.terms) compute_inner(executor, p.all, p.group_sizes, p.num_groups);
   const std::vector<LinearProblem> problems = group_problems<typename Tokens::Format>(p);
   int64_t size = 0, num_tokens = 0, num_tasks = 0;
   for (const LinearProblem& problem : problems) {
@@ -183,6 +216,39 @@ void grouped_linear_of(Executor& executor, const GroupedProblem& p, DigitTokens<
   native::NATIVE_PLAIN::kernels.grouped_linear(executor, p);
 }
 #endif
+
+inline void compute_inner(Executor& executor, LinearProblem& p, const int32_t* group_sizes, int64_t num_groups) {
+  static thread_local std::vector<TokenTerm> token_terms;
+  const Terms& terms = *p.terms;
+  token_terms.resize(std::max<size_t>(token_terms.size(), p.num_tokens));
+  const SortedTerms sorted(p, group_sizes, num_groups, token_terms);
+  const int64_t size = terms.num_parts * terms.rank, num_tokens = static_cast<int64_t>(sorted.rows.size());
+  struct Inner;
+  float* inner = scratch<Inner>(num_tokens * size);
+  GroupedProblem products{{}, sorted.sizes.data(), static_cast<int64_t>(sorted.sizes.size())};
+  products.all.x = terms.x ? terms.x : p.x;
+  products.all.norm = terms.x ? nullptr : p.norm;
+  products.all.eps = p.eps;
+  products.all.weight = terms.a;
+  products.all.format = terms.format;
+  products.all.y = inner;
+  products.all.num_tokens = num_tokens;
+  products.all.num_outputs = size;
+  products.all.num_inputs = products.all.group_size = terms.num_inputs;
+  products.all.rows = sorted.rows.data();
+  // Vectors of floats even where tiles exist: a token's sums must not depend on the base's format and number of tokens.
+  switch (terms.format) {
+    case native::WeightFormat::kBFloat16:
+      grouped_linear_of(executor, products, (PackedTokens<Floats<BFloat16>>*)nullptr);
+      break;
+    case native::WeightFormat::kFloat16:
+      grouped_linear_of(executor, products, (PackedTokens<Floats<Float16>>*)nullptr);
+      break;
+    default: grouped_linear_of(executor, products, (PackedTokens<Floats<float>>*)nullptr);
+  }
+  for (int64_t i = 0; i < num_tokens; ++i) token_terms[sorted.rows[i]].inner = inner + i * size;
+  p.token_terms = token_terms.data();
+}
 
 inline void linear_of_any_format(Executor& executor, const LinearProblem& p) {
   with_tokens(p.format, p.input_format, [&](auto* tokens) { linear_of(executor, p, tokens); });

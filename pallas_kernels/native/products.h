@@ -146,6 +146,10 @@ inline void write_gated(const LinearProblem& p, int64_t token, int64_t panel, co
   }
 }
 
+// Add the terms of some tokens to their sums for a panel, `stride` floats apart; see terms.h.
+__attribute__((noinline)) static void add_terms(const LinearProblem& p, int64_t first_token, int64_t num_tokens,
+                                                int64_t panel, float* sums, int64_t stride);
+
 // Write y of `Tokens` tokens from their finished sums for the panels from `panel` on.
 template <int Tokens, int Panels>
 inline NATIVE_INLINE void finish(const LinearProblem& p, int64_t first_token, int64_t panel,
@@ -170,10 +174,14 @@ inline NATIVE_INLINE void finish(const LinearProblem& p, int64_t first_token, in
   }
 }
 
-// `finish` as one function for all formats: inlined, it would be half of each kernel.
+// `finish` as one function for all formats, after terms are added: inlined, it would be half of each kernel.
 template <int Tokens, int Panels>
 __attribute__((noinline)) void finish_copy(const LinearProblem& p, int64_t first_token, int64_t panel,
-                                           const F<NATIVE_WIDTH> (&sums)[Tokens][Panels * kVectors]) {
+                                           F<NATIVE_WIDTH> (&sums)[Tokens][Panels * kVectors]) {
+  if (p.token_terms) {
+    float* lanes = reinterpret_cast<float*>(&sums);
+    for (int i = 0; i < Panels; ++i) add_terms(p, first_token, Tokens, panel + i, lanes + i * kPanelRows, Panels * kPanelRows);
+  }
   finish<Tokens, Panels>(p, first_token, panel, sums);
 }
 
@@ -191,7 +199,7 @@ inline float sum_of_squares(const float* x, int64_t size) {
   F<W> sums = {};
   for (int64_t i = 0; i < size; i += W) {
     const F<W> some = load_some<W>(x + i, size - i);
-    sums += some * some;
+    sums = fma<W>(some, some, sums);  // explicit: compilers contract by context, and not in every copy of this loop
   }
   return sum_lanes<W>(sums);
 }
@@ -221,7 +229,7 @@ inline void round_to_float8(const float* x, int64_t size, float* to) {
 inline const float* prepare(const LinearProblem& p, int64_t token, float* buffer) {
   constexpr int W = NATIVE_WIDTH;
   const int64_t K = p.num_inputs;
-  const float* x = p.x + token * K;
+  const float* x = p.x + (p.rows ? p.rows[token] : token) * K;
   if (p.norm) {
     const float factor = 1.0f / std::sqrt(sum_of_squares(x, K) / static_cast<float>(K) + p.eps);
     for (int64_t k = 0; k < K; k += W) {

@@ -37,13 +37,16 @@ __all__ = [
     "INPUT_FORMATS",
     "MAX_INT8_COLUMNS",
     "PANEL_ROWS",
+    "LowRankTerms",
     "PackedMatrix",
     "Packer",
     "abstract",
-    "formats",
     "multiply",
+    "multiply_groups",
+    "multiply_low_rank",
     "pack",
     "rows",
+    "ungated",
     "unpack",
     "unsupported",
 ]
@@ -97,6 +100,41 @@ class PackedMatrix:
     def word_columns(self) -> int | None:
         """Elements per word, 4 or 8; None if weights are not in words."""
         return _WORD_COLUMNS.get(self.weights.dtype)
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LowRankTerms:
+    """Low-rank terms that some tokens add to a matmul, before bias and activation; the others' outputs keep all bits.
+
+    A token with matrices i has `(x @ W.T + x @ a[i].T @ b[i].T + shift[i]) * factor[i]` in place of `x @ W.T`. Outputs
+    have parts, each with its own rows in `a`.
+
+    Attributes:
+      slots: 0 for tokens without terms, else 1 + i. In a grouped matmul each slot has a matrix per group, one
+        after the other.
+      a: packed matrices `[parts * rank, K]`.
+      b: packed matrices `[N, rank]`, in panels with the same rows as the panels of W: gated if W is.
+      part_sizes: outputs by part.
+      shift: terms that do not depend on x; None for none. Only without groups.
+      factor: factors on the sums, likewise.
+      x: inputs of `a`, if W has other ones because their columns are in another order or quantised; None for W's.
+    """
+
+    slots: Int[Array, " T"]
+    a: Shaped[Array, "panels K 1 rows"]
+    b: Shaped[Array, "panels rank parts rows"]
+    part_sizes: tuple[int, ...] = field(metadata={"static": True})
+    shift: Float[Array, "S N"] | None = None
+    factor: Float[Array, "S N"] | None = None
+    x: Float[Array, "T K"] | None = None
+
+    def operands(self) -> tuple[Array, ...]:
+        """Return the native calls' last operands."""
+        ends = jnp.asarray(np.cumsum(self.part_sizes), jnp.int32)
+        optional = (jnp.zeros(0) if each is None else each.reshape(-1) for each in (self.shift, self.factor, self.x))
+        return self.slots, self.a, self.b, ends, *(each.astype(jnp.float32) for each in optional)
 
 
 def unsupported(dtype: DTypeLike, platform: str) -> str | None:
@@ -235,6 +273,11 @@ class Packer:
             low, high = max(0, offset), min(len(rows), offset + num_outputs)
             _write_panels(matrices[matrix, :, :, part], low - offset, rows[low:high])
 
+    @property
+    def panels(self) -> NDArray[Any]:
+        """The weights' panels."""
+        return self._weights
+
     def matrix(self, sharding: Sharding | None = None) -> PackedMatrix:
         """Return the packed matrix on a sharding, the default device if None; it takes over the packer's memory."""
         panels = (self._weights, self._scales, self._zeros)
@@ -275,6 +318,7 @@ def multiply(
     residual: Float[Array, "T out"] | None = None,
     num_live: Int[Array, ""] | None = None,
     input_format: str = "float32",
+    terms: LowRankTerms | None = None,
 ) -> Float[Array, "T out"]:
     """Return `x @ matrix.T + bias`, then SwiGLU if it is gated, then `+ residual`, in one native call and float32.
 
@@ -286,6 +330,7 @@ def multiply(
       residual: residual that is added last; none by default.
       num_live: number of tokens to compute, at the beginning; results of the others are zero. By default all.
       input_format: format to which x is rounded after the norm, one of `INPUT_FORMATS`.
+      terms: low-rank terms of some tokens, for x after the norm, before it is rounded.
 
     Raises:
       ValueError: shapes do not fit.
@@ -309,13 +354,65 @@ def multiply(
         _operand("bias", bias, (N,)),
         _operand("residual", residual, out),
         jnp.zeros(0, jnp.int32) if num_live is None else num_live[None],
+        *(() if terms is None else terms.operands()),
         eps=np.float32(eps),
-        **formats(matrix, input_format),
+        **_formats(matrix, input_format),
     )
     return y
 
 
-def formats(matrix: PackedMatrix, input_format: str) -> dict[str, np.int64]:
+def multiply_groups(
+    matrix: PackedMatrix,
+    x: Float[Array, "M K"],
+    group_sizes: Int[Array, " G"],
+    *,
+    input_format: str = "float32",
+    terms: LowRankTerms | None = None,
+) -> Float[Array, "M out"]:
+    """Multiply each row of x by its group's matrix in one native call, in float32; apply SwiGLU if matrices are gated.
+
+    Args:
+      matrix: packed matrix for each group.
+      x: rows, sorted by group.
+      group_sizes: rows per group; rows after the last group get zeros.
+      input_format: format to which x is rounded, one of `INPUT_FORMATS`.
+      terms: low-rank terms of some rows.
+    """
+    out = jax.ShapeDtypeStruct((x.shape[0], matrix.num_outputs), jnp.float32)
+    y: Array = jax.ffi.ffi_call(native.GROUPED_LINEAR, out)(
+        x.astype(jnp.float32),
+        matrix.weights,
+        matrix.scales,
+        matrix.zeros.reshape(-1),
+        group_sizes,
+        *(() if terms is None else terms.operands()),
+        **_formats(matrix, input_format),
+    )
+    return y
+
+
+def multiply_low_rank(terms: LowRankTerms, x: Float[Array, "T K"], num_matrices: int) -> Float[Array, "T N"]:
+    """Return only the terms, in float32; zeros for tokens without terms.
+
+    Args:
+      terms: the terms.
+      x: their inputs.
+      num_matrices: matrices in `terms.b`.
+    """
+    num_panels = len(terms.b) // num_matrices
+    columns = jnp.zeros((num_panels, 0, 1, PANEL_ROWS), jnp.float32)
+    nothing = PackedMatrix(columns, columns, columns, num_panels * PANEL_ROWS, 0)
+    y = multiply(nothing, x[:, :0], terms=replace(terms, x=x))
+    return ungated(y, sum(terms.part_sizes)) if terms.b.shape[2] == 2 else y[:, : sum(terms.part_sizes)]
+
+
+def ungated(y: Float[Array, "T panels"], num_rows: int) -> Float[Array, "T N"]:
+    """Reorder a gated matrix's outputs, 8 rows of the gate and 8 that it gates in turn, to `num_rows` in row order."""
+    parts = jnp.swapaxes(y.reshape(len(y), -1, 2, PANEL_ROWS // 2), 1, 2).reshape(len(y), 2, -1)
+    return parts[:, :, : num_rows // 2].reshape(len(y), -1)
+
+
+def _formats(matrix: PackedMatrix, input_format: str) -> dict[str, np.int64]:
     """Return the attributes of native calls that describe a matrix and its inputs."""
     indices = _FORMATS[matrix.dtype], INPUT_FORMATS.index(input_format)
     return dict(zip(("weight_format", "input_format"), map(np.int64, indices), strict=True))

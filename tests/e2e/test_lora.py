@@ -83,14 +83,17 @@ def test_every_adapter_alone_has_the_bits_of_the_mix(start: Start, requests):
         assert bits(alone) == expected, name
 
 
-def test_base_rows_have_the_bits_of_an_engine_without_adapters(start: Start, requests):
+def test_base_rows_have_the_outputs_of_an_engine_without_adapters(start: Start, requests):
+    """Matmuls have the same bits: see `test_low_rank_terms.py`. XLA may sum probabilities in another order."""
     plain, llm = LLM.over(start()), LLM.over(start(**LORA))
     *_, in_mix = generate(llm, requests)
     llm.reset_prefix_cache()
     [alone] = generate(llm, [None], PROMPTS[-1:])
-    given = [{"prompt_token_ids": PROMPTS[-1]}]
-    [expected] = plain.generate(given, GREEDY, use_tqdm=False)
-    assert bits(alone) == bits(in_mix) == bits(expected)
+    [expected] = plain.generate([{"prompt_token_ids": PROMPTS[-1]}], GREEDY, use_tqdm=False)
+    assert bits(alone) == bits(in_mix)
+    for (token_id, table), (wanted, wanted_table) in zip(bits(alone), bits(expected), strict=True):
+        assert token_id == wanted
+        assert table == pytest.approx(wanted_table, rel=0, abs=1e-6)
 
 
 @pytest.mark.skipif(native.unavailable() is not None, reason="only native kernels sum in one order")

@@ -106,7 +106,7 @@ def check(tmp_path, model, configs, *, is_native, is_scanned=False, extras=LORA_
 
     @partial(jax.jit, compiler_options=UNOPTIMIZED)
     def logits(params, stacks, adapter):
-        adapters = TokenAdapters.from_slots(jnp.full(NUM_TOKENS, adapter), layout.num_slots)
+        adapters = TokenAdapters(jnp.full(NUM_TOKENS, adapter), layout.num_slots)
         tokens = TokenContext(jnp.arange(NUM_TOKENS), DenseAttention(jnp.int32(0)), adapters=adapters)
         adapted = with_adapters(params, stacks)
         hidden, _ = decoder.forward(adapted, arch, jnp.asarray(ids), tokens)

@@ -2,23 +2,22 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
-from jaxserve.layers.linear import LinearContext, Matrix, MeshAxes, SortedGroups, TokenTerm, row_groups
+from jaxserve.layers.linear import LinearContext, Matrix, MeshAxes
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.weight_formats.matrix_inputs import PLAIN_INPUTS, MatrixInputs
 from jaxserve.layers.weight_formats.weight_format import FormatChoice, Row, WeightFormat
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
-from jaxserve.pallas_kernels.packed_linear import MAX_INT8_COLUMNS, PANEL_ROWS, PackedMatrix, Packer
+from jaxserve.pallas_kernels.packed_linear import MAX_INT8_COLUMNS, PANEL_ROWS, LowRankTerms, PackedMatrix, Packer
 from jaxserve.weights import StoredTensor
 
 _FLOATS = packed_linear.INPUT_FORMATS[0]
@@ -46,10 +45,22 @@ class NativeMatrix(Matrix):
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
         """Return `x @ W.T`; the kernel for gated matrices would also apply SwiGLU, so they are passed as plain ones."""
-        x, input_format = self._prepared(x, context.axis)
-        matrix = _plain_panels(self.packed)
-        y = packed_linear.multiply(matrix, x, num_live=context.num_live, input_format=input_format)
-        return _plain_rows(self.packed, y)
+        return self._multiply_plain(x, context, None)
+
+    def multiply_with_term(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
+        """Return `x @ W.T + term` in one call."""
+        terms = None if context.term is None else context.term.packed()
+        if context.term is not None and terms is None:
+            return super().multiply_with_term(x, context)
+        return self._multiply_plain(x, context, terms)
+
+    def _multiply_plain(
+        self, x: Float[Array, "T in"], context: LinearContext, terms: LowRankTerms | None
+    ) -> Float[Array, "T out"]:
+        """Return `x @ W.T` with low-rank terms."""
+        inputs, input_format = self._prepared(x, context.axis)
+        operands: Any = {"num_live": context.num_live, "input_format": input_format, "terms": _fed(terms, x, inputs)}
+        return _plain_rows(self.packed, packed_linear.multiply(_plain_panels(self.packed), inputs, **operands))
 
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
@@ -98,47 +109,14 @@ class NativeMatrix(Matrix):
             fused = norm.weight, norm.eps
         elif norm is not None:
             x = norm(x)
-        if context.term is not None and (gated or context.term.factor is not None):
-            return self._separately(x, fused, context.term, context)
-        (x, input_format), residual = self._prepared(x, None), context.residual if is_whole else None
-        operands = {"bias": context.bias, "residual": residual, "num_live": context.num_live}
-        y = packed_linear.multiply(self.packed, x, rms_norm=fused, input_format=input_format, **operands)
-        y = (y if context.term is None else context.term.added_to(y)).astype(context.dtype)
+        term, terms = context.term, None if context.term is None else context.term.packed()
+        if term is not None and terms is None:
+            return super().linear(x, context._replace(norm=norm if fused else None))
+        (inputs, input_format), residual = self._prepared(x, None), context.residual if is_whole else None
+        operands: Any = {"bias": context.bias, "residual": residual, "num_live": context.num_live}
+        operands |= {"input_format": input_format, "terms": _fed(terms, x, inputs)}
+        y = packed_linear.multiply(self.packed, inputs, rms_norm=fused, **operands).astype(context.dtype)
         return y if is_whole else context._replace(bias=None).finish(y)
-
-    def _separately(
-        self,
-        x: Float[Array, "T in"],
-        rms_norm: tuple[Float[Array, " in"], float] | None,
-        term: TokenTerm,
-        context: LinearContext,
-    ) -> Float[Array, "T outputs"]:
-        """Compute a linear layer some of whose tokens add a term before other operations of the kernel.
-
-        These are SwiGLU, and the bias if the term has a factor, which multiplies only the matmul's outputs.
-        Both kinds of tokens are computed once, each in a call for these tokens only.
-
-        Args:
-            x: inputs, before an RMS norm.
-            rms_norm: weight and epsilon of the norm, or None.
-            term: term of adapted tokens.
-            context: the layer, whose other norms were applied.
-        """
-        adapters, order = term.adapters, term.adapters.others_first
-        num_live = jnp.int32(len(x)) if context.num_live is None else context.num_live
-        x, input_format = self._prepared(x, None)
-        multiply = partial(packed_linear.multiply, rms_norm=rms_norm, input_format=input_format)
-        is_whole, num_others = (
-            context.activation is (swiglu if self.packed.gated else None),
-            num_live - adapters.num_adapted,
-        )
-        residual = context.residual[order] if is_whole and context.residual is not None else None
-        others = multiply(self.packed, x[order], bias=context.bias, residual=residual, num_live=num_others)
-        others = others[adapters.rank_among_others]
-        others = others if is_whole else context._replace(bias=None).finish(others.astype(context.dtype))
-        first = multiply(_plain_panels(self.packed), x[adapters.order], num_live=adapters.num_adapted)
-        adapted = context.finish(term.applied_to(_plain_rows(self.packed, first)[adapters.rank_of]))
-        return term.select(adapted, others).astype(context.dtype)
 
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
@@ -151,29 +129,25 @@ class NativeMatrix(Matrix):
     def linear_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M outputs"]:
-        """Compute the linear layers in one call if the matrices are gated and have no bias."""
-        if not self.packed.gated or context.activation is not swiglu or context.bias is not None:
+        """Compute the linear layers in one call, except for a bias and activations that the kernel lacks."""
+        if context.term is not None and context.term.packed() is None:
             return super().linear_groups(x, group_sizes, context)
-        if context.term is not None:
-            return self._groups_separately(x, group_sizes, context.term, context)
-        x, input_format = self._prepared(x, context.axis)
-        return grouped_matmul(x, self.packed, group_sizes, input_format=input_format).astype(context.dtype)
+        gated = self.packed.gated
+        if context.bias is not None or context.activation is not (swiglu if gated else None):
+            return super().linear_groups(x, group_sizes, context)
+        terms = None if context.term is None else context.term.packed()
+        inputs, input_format = self._prepared(x, context.axis)
+        if terms is None:
+            y = grouped_matmul(inputs, self.packed, group_sizes, input_format=input_format)
+        else:
+            operands: Any = {"input_format": input_format, "terms": _fed(terms, x, inputs)}
+            y = packed_linear.multiply_groups(self.packed, inputs, group_sizes, **operands)
+        return context._replace(activation=None).finish(y.astype(context.dtype))
 
-    def _groups_separately(
-        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], term: TokenTerm, context: LinearContext
-    ) -> Float[Array, "M outputs"]:
-        """Compute gated linear layers some of whose rows add a term before SwiGLU; see `_separately`."""
-        group, is_adapted = row_groups(group_sizes, len(x)), term.adapters.is_adapted
-        x, input_format = self._prepared(x, context.axis)
 
-        def computed(packed: PackedMatrix, has_row: Bool[Array, " M"]) -> Float[Array, "M columns"]:
-            """Multiply the rows in a mask; return arbitrary outputs for the others."""
-            rows = SortedGroups.sort(jnp.where(has_row, group, group_sizes.size), group_sizes.size)
-            return grouped_matmul(x[rows.order], packed, rows.sizes, input_format=input_format)[rows.position]
-
-        plain = _plain_rows(self.packed, computed(_plain_panels(self.packed), is_adapted))
-        adapted, others = context.finish(term.applied_to(plain)), computed(self.packed, ~is_adapted)
-        return term.select(adapted, others).astype(context.dtype)
+def _fed(terms: LowRankTerms | None, x: Float[Array, "T in"], inputs: Float[Array, "T in"]) -> LowRankTerms | None:
+    """Return terms for inputs x of a matrix whose kernel has `inputs`, in another order or quantised, or x itself."""
+    return terms if terms is None or inputs is x else replace(terms, x=x)
 
 
 def _plain_panels(packed: PackedMatrix) -> PackedMatrix:
@@ -193,8 +167,7 @@ def _plain_rows(packed: PackedMatrix, y: Float[Array, "T columns"]) -> Float[Arr
     """Reorder outputs y of the matrix from `_plain_panels` to the row order of `packed`."""
     if not packed.gated:
         return y
-    parts = jnp.swapaxes(y.reshape(len(y), -1, 2, PANEL_ROWS // 2), 1, 2).reshape(len(y), 2, -1)
-    return parts[:, :, : packed.num_outputs].reshape(len(y), -1)
+    return packed_linear.ungated(y, 2 * packed.num_outputs)
 
 
 def unsupported(form: FormatChoice, dtype: DTypeLike, platform: str | None = None) -> str | None:

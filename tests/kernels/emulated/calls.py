@@ -27,6 +27,7 @@ KERNELS = Path(native.__file__).parent
 PROCESSORS = {"neon": "generic", "neondot": "neondot"}  # instruction sets of the build
 COMPILED_FOR = {"generic": "generic", "neondot": "generic+dotprod"}  # processors as zig calls them
 POOL_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "float8_e4m3fn": 3, "uint8": 4}
+TERM_FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 PANEL_ROWS = 16
 ONE_AT_A_TIME = threading.Lock()  # a program may make several calls at the same time, a machine has one memory
 INT4_GROUP, INT4_NUMBERS = 64, 4
@@ -48,6 +49,14 @@ class Linear(ctypes.Structure):
         *_fields(
             scales__zeros=Pointer, group_size=Int, input_format=Enum, y=Pointer, num_tokens__num_outputs__num_inputs=Int
         ),
+        *_fields(terms__token_terms__rows=Pointer),
+    ]
+
+
+class Terms(ctypes.Structure):
+    _fields_ = [
+        *_fields(slots__x__a__b=Pointer, format=Enum, gated=Bool, shift__factor__part_ends=Pointer),
+        *_fields(num_slots__num_parts__rank__num_inputs=Int),
     ]
 
 
@@ -119,6 +128,12 @@ def emulated_call(machine: Machine, target: str, results: Any, **_: Any) -> Call
     return call
 
 
+def _split(operands: Sequence[jax.Array]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return x and a packed matrix, and the operands after them."""
+    arrays = [np.asarray(operand) for operand in operands]
+    return arrays[:4], arrays[4:]
+
+
 def run(machine: Machine, kernel: int, problem: ctypes.Structure) -> None:
     call = Call(kernel, machine.place(np.frombuffer(bytes(problem), np.uint8)))
     machine.call(machine.place(np.frombuffer(bytes(call), np.uint8)))
@@ -145,12 +160,35 @@ def read_product(machine: Machine, result: Any, attributes: dict[str, Any], *arr
     )
 
 
+def place_terms(machine: Machine, num_panels: int, *operands: np.ndarray) -> int:
+    """Return the address of low-rank terms; 0 in calls without them, or if no token has any."""
+    if not operands or not operands[0].any():
+        return 0
+    slots, a, b, part_ends, shift, factor, x = operands
+    terms = Terms(
+        slots=machine.place(slots),
+        x=machine.place(x),
+        a=machine.place(a),
+        b=machine.place(b),
+        shift=machine.place(shift),
+        factor=machine.place(factor),
+        part_ends=machine.place(part_ends),
+        format=TERM_FORMATS[str(a.dtype)],
+        gated=b.shape[2] == 2,
+        num_slots=len(b) // num_panels,
+        num_parts=len(part_ends),
+        rank=b.shape[1],
+        num_inputs=a.shape[1],
+    )
+    return machine.place(np.frombuffer(bytes(terms), np.uint8))
+
+
 def solve_linear(machine: Machine, result: Any, attributes: dict[str, Any], *operands: jax.Array) -> np.ndarray:
-    *of_product, norm, bias, residual, num_live = map(np.asarray, operands)
+    of_product, (norm, bias, residual, num_live, *terms) = _split(operands)
     machine.clear()
     problem = read_product(machine, result, attributes, *of_product)
     problem.norm, problem.bias, problem.residual = map(machine.place, (norm, bias, residual))
-    problem.eps = attributes["eps"]
+    problem.eps, problem.terms = attributes["eps"], place_terms(machine, len(of_product[1]), *terms)
     live = min(max(int(num_live[0]), 0), len(of_product[0])) if num_live.size else len(of_product[0])
     problem.num_tokens = live
     if live:
@@ -161,9 +199,10 @@ def solve_linear(machine: Machine, result: Any, attributes: dict[str, Any], *ope
 
 
 def solve_grouped(machine: Machine, result: Any, attributes: dict[str, Any], *operands: jax.Array) -> np.ndarray:
-    *of_product, group_sizes = map(np.asarray, operands)
+    of_product, (group_sizes, *terms) = _split(operands)
     machine.clear()
     problem = read_product(machine, result, attributes, *of_product)
+    problem.terms = place_terms(machine, len(of_product[1]), *terms)
     run(machine, 1, Grouped(problem, machine.place(group_sizes), len(group_sizes)))
     return machine.read(problem.y, result.shape, np.dtype(np.float32))
 
