@@ -18,6 +18,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 ATTENTION = "jaxserve_attention"
+SPAN_ATTENTION = "jaxserve_span_attention"
 LINEAR = "jaxserve_linear"
 GROUPED_LINEAR = "jaxserve_grouped_linear"
 ZEROS = "jaxserve_zeros"
@@ -38,7 +39,7 @@ def unavailable() -> str | None:
         library = _library()
         if (built := library.jaxserve_native_abi()) != ABI:
             return f"the native kernels are of version {built}, not {ABI}; reinstall the package"
-        for name in (ATTENTION, LINEAR, GROUPED_LINEAR, ZEROS):
+        for name in (ATTENTION, SPAN_ATTENTION, LINEAR, GROUPED_LINEAR, ZEROS):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         return f"the native kernels do not load, reinstall the package: {error}"

@@ -337,7 +337,7 @@ class Attention {
   void join_parts(int64_t num_threads) {
     const int64_t num_parts = static_cast<int64_t>(parts_.size());
     const int64_t most_joined = num_parts * num_groups_ / (kTilesPerThread * num_threads);
-    const bool joins = p_.window == 0 && most_joined > 1;
+    const bool joins = p_.window == 0 && most_joined > 1 && !p_.sees_all;
     if (joins) {
       std::stable_sort(parts_.begin(), parts_.end(), [&](const Part& a, const Part& b) {
         const int32_t *of_a = pages_of(a.row), *of_b = pages_of(b.row);
@@ -401,7 +401,8 @@ class Attention {
 
   // Attend with the queries of one part, whose vectors begin at `vector`, over its row's tokens from `done` on.
   void attend_alone(const Part& part, int64_t kv_head, int64_t done, int64_t vector, Scratch& s) const {
-    const int64_t num_vectors = part.num_queries * group_, end = part.first_position + part.num_queries;
+    const int64_t num_vectors = part.num_queries * group_;
+    const int64_t end = p_.sees_all ? p_.kv_lens[part.row] : part.first_position + part.num_queries;
     const int64_t first = first_key(std::min(part.first_position, part.tree_start));
     for (int64_t start = std::max(done, first / kBlockTokens * kBlockTokens); start < end; start += kBlockTokens) {
       const int64_t stop = std::min(end, start + kBlockTokens);
@@ -422,6 +423,7 @@ class Attention {
 
   // Return a word with a bit for each token of the block at `start`, set if the query of a part sees the token.
   uint64_t visible_tokens(const Part& part, int64_t query, int64_t start) const {
+    if (p_.sees_all) return tokens_before(p_.kv_lens[part.row] - start);
     const int64_t position = part.first_position + query, node = position - part.tree_start;
     if (node < 0) return tokens_before(position + 1 - start) & ~tokens_before(first_key(position) - start);
     const uint64_t own = uint64_t{1} << node;

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <iterator>
+#include <memory>
 #include <optional>
 #include <system_error>
 #include <thread>
@@ -479,6 +480,72 @@ extern "C" const char* jaxserve_native_instruction_set(int index) {
 
 // Make all later calls use one instruction set, so that tests reach those that are not the best.
 extern "C" void jaxserve_native_use(int index) { kernels_in_use() = instruction_sets().at(index).kernels; }
+
+// out[T, Q, H] = attention of each token to those of its span, before and after it. Spans follow each other, and tokens
+// from the first empty one on have no outputs. Keys and values are arranged in pages of a temporary pool.
+ffi::Error run_span_attention(ffi::ThreadPool pool, float scale, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> rope,
+                              ffi::Buffer<ffi::S32> spans, ffi::ResultBuffer<ffi::F32> out) {
+  constexpr int64_t kPageTokens = 64;
+  const auto heads = qkv.dimensions(), of_q = out->dimensions(), bounds = spans.dimensions(), angles = rope.dimensions();
+  if (heads.size() != 3 || of_q.size() != 3 || of_q[0] != heads[0] || of_q[2] != heads[2] || heads[1] != 3 * of_q[1] ||
+      bounds.size() != 2 || bounds[0] != 2 || bounds[1] != heads[0]) {
+    return ffi::Error::InvalidArgument("qkv [T, 3Q, H] and spans [2, T] must give out [T, Q, H]");
+  }
+  if (rope.element_count() > 0 &&
+      (angles.size() != 3 || angles[0] != 2 || angles[1] != heads[0] || 2 * angles[2] != heads[2])) {
+    return ffi::Error::InvalidArgument("rope must be [2, T, H / 2]");
+  }
+  const int64_t num_tokens = heads[0];
+  const int32_t *firsts = spans.typed_data(), *ends = firsts + num_tokens;
+  std::vector<int32_t> lengths, starts = {0};
+  int64_t num_pages = 0, table_width = 1;
+  for (int32_t start = 0; start < num_tokens && ends[start] > start; start = ends[start]) {
+    if (firsts[start] != start || ends[start] > num_tokens) {
+      return ffi::Error::InvalidArgument("each span must begin where the one before it ends");
+    }
+    lengths.push_back(ends[start] - start);
+    starts.push_back(ends[start]);
+    const int64_t pages = (lengths.back() + kPageTokens - 1) / kPageTokens;
+    num_pages += pages;
+    table_width = std::max(table_width, pages);
+  }
+  const int64_t num_rows = static_cast<int64_t>(lengths.size());
+  std::vector<int32_t> table(std::max<int64_t>(num_rows, 1) * table_width, 0);
+  for (int64_t row = 0, page = 0; row < num_rows; ++row) {
+    for (int64_t i = 0; i * kPageTokens < lengths[row]; ++i) table[row * table_width + i] = static_cast<int32_t>(page++);
+  }
+  const int64_t pool_size = num_pages * of_q[1] * 2 * kPageTokens * heads[2];
+  std::unique_ptr<float[]> keys_and_values(new float[pool_size]);  // not set: tokens are written before they are read
+  native::AttentionProblem p{};
+  p.qkv = qkv.typed_data();
+  p.rope = rope.element_count() > 0 ? rope.typed_data() : nullptr;
+  p.pool = keys_and_values.get();
+  p.format = native::PoolFormat::kFloat32;
+  p.kv_lens = lengths.data();
+  p.page_table = table.data();
+  p.cu_q_lens = starts.data();
+  p.out = out->typed_data();
+  p.num_tokens = num_tokens;
+  p.num_query_heads = p.num_kv_heads = of_q[1];
+  p.head_dim = p.value_dim = heads[2];
+  p.num_rows = num_rows;
+  p.table_width = table_width;
+  p.num_pages = num_pages;
+  p.page_size = kPageTokens;
+  p.scale = scale;
+  p.sees_all = true;
+  XlaThreads threads(pool);
+  kernels().attention(threads, p);
+  return ffi::Error::Success();
+}
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_span_attention, run_span_attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Attr<float>("scale")
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                               ffi::Ffi::Bind()

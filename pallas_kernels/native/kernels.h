@@ -111,6 +111,7 @@ struct AttentionProblem {
   int64_t window;         // 0 for none
   int64_t max_queries;    // most new tokens of a row that attends, others have no outputs; 0 for all; if it is -1, only
                           // the last new token of each row attends
+  bool sees_all;          // whether a query sees all tokens of its row, later ones too; rows then share no pages
 };
 
 struct Kernels {

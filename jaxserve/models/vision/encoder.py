@@ -20,9 +20,8 @@ from jaxserve.layers.norm import Norm, NormFunction
 from jaxserve.models.hf_config import HfConfig
 from jaxserve.models.params import Params, ParamSpec, ScannedLayers
 from jaxserve.models.vision.arch import VisionArch
-from jaxserve.models.vision.attention import attend
 from jaxserve.models.vision.inputs import EncoderInputs, Grid, TowerImage
-from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+from jaxserve.pallas_kernels.span_attention import SpanInputs, attend
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def layer(
         p: the layer's parameters.
         x: residual stream.
         rope: cosines and sines that rotate queries and keys; None without RoPE.
-        spans: tokens to which each token attends, see `attend`.
+        spans: tokens to which each token attends, see `SpanInputs`.
         arch: sizes on this device.
         norm: norm function.
     """
@@ -117,9 +116,7 @@ def layer(
     with jax.named_scope("attention"):
         qkv = linear(x, p["qkv_proj"], norm=before_attention, bias=p.get("qkv_bias"))
         q, k, v = (part.reshape(len(x), arch.num_heads, arch.head_dim) for part in jnp.split(qkv, 3, axis=1))
-        if rope is not None:
-            q, k = (apply_rope(each, rope).astype(x.dtype) for each in (q, k))
-        out = attend(q, k, v, spans, arch.head_dim**-0.5).reshape(len(x), -1)
+        out = attend(SpanInputs(q, k, v, spans, rope), arch.head_dim**-0.5).reshape(len(x), -1)
         x = linear(out, p["o_proj"], bias=p.get("o_bias"), residual=x, axis=arch.tensor_axis)
     with jax.named_scope("mlp"):
         up, activation = "gate_up" if is_gated(arch.activation) else "up", activation_function(arch.activation)

@@ -17,11 +17,10 @@ from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, TABLE, HfConfig, o
 from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import POSITION_EMBED, Params, ParamSpec
 from jaxserve.models.vision.arch import VisionArch
-from jaxserve.models.vision.attention import attend
 from jaxserve.models.vision.encoder import Encoder, Projector, axial_rope
 from jaxserve.models.vision.inputs import EncoderInputs
 from jaxserve.models.vision.pixtral import merged_blocks, raster_operands
-from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+from jaxserve.pallas_kernels.span_attention import SpanInputs, attend
 
 
 def _parse_gemma3(config: HfConfig, fields: dict[str, Any]) -> dict[str, Any]:
@@ -201,8 +200,8 @@ def _gemma4_layer(
         q, k, v = (_clipped(normed, p, f"{part}_proj").reshape(shape) for part in "qkv")
         q, k = (norm(each, p[f"{part}_norm"], eps) for part, each in (("q", q), ("k", k)))
         v = norm(v, jnp.ones_like(v[0, 0]), eps)
-        q, k = (apply_rope(_halves(each), rope).astype(x.dtype) for each in (q, k))
-        out = _clipped(attend(q, k, v, spans, 1.0).reshape(len(x), -1), p, "o_proj", arch.tensor_axis)
+        inputs = SpanInputs(_halves(q), _halves(k), v, spans, rope)
+        out = _clipped(attend(inputs, 1.0).reshape(len(x), -1), p, "o_proj", arch.tensor_axis)
         x += norm(out, p["attention_post_norm"], eps)
     with jax.named_scope("mlp"):
         normed = norm(x, p["mlp_norm"], eps)

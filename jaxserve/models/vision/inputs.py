@@ -89,8 +89,8 @@ class Packed(NamedTuple):
             start = end
 
     def spans(self, num_patches: int) -> NDArray[np.int32]:
-        """Return each patch's span [2, P], which is its image; padding sees itself."""
-        spans = np.stack([np.arange(num_patches), np.arange(1, num_patches + 1)]).astype(np.int32)
+        """Return each patch's span [2, P], which is its image; padding has empty spans."""
+        spans = np.full((2, num_patches), self.starts[-1], np.int32)
         for start, end, _ in self.images():
             spans[:, start:end] = [[start], [end]]
         return spans

@@ -31,6 +31,7 @@ TERM_FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 PANEL_ROWS = 16
 ONE_AT_A_TIME = threading.Lock()  # a program may make several calls at the same time, a machine has one memory
 INT4_GROUP, INT4_NUMBERS = 64, 4
+SPAN_PAGE = 64  # tokens per page of attention over spans
 
 Pointer, Int, Float, Bool, Enum = ctypes.c_uint64, ctypes.c_int64, ctypes.c_float, ctypes.c_bool, ctypes.c_int
 
@@ -70,7 +71,7 @@ class Attention(ctypes.Structure):
         *_fields(kv_lens__page_table__table_row__cu_q_lens__sinks__tree_mask__out=Pointer),
         *_fields(num_tokens__num_rows__table_width__layer__num_pages__page_size=Int),
         *_fields(num_query_heads__num_kv_heads__head_dim__value_dim=Int, scale__soft_cap=Float),
-        *_fields(window__max_queries=Int),
+        *_fields(window__max_queries=Int, sees_all=Bool),
     ]
 
 
@@ -257,6 +258,43 @@ def solve_attention(
     ]
 
 
+def solve_span_attention(machine: Machine, result: Any, attributes: dict[str, Any], *operands: jax.Array) -> np.ndarray:
+    qkv, rope, spans = map(np.asarray, operands)
+    machine.clear()
+    num_tokens, num_heads, head_dim = result.shape
+    starts = [0]
+    while starts[-1] < num_tokens and spans[1, starts[-1]] > starts[-1]:
+        starts.append(int(spans[1, starts[-1]]))
+    lengths = np.diff(starts).astype(np.int32)
+    num_pages = -(-lengths // SPAN_PAGE)
+    table = np.zeros((max(1, len(lengths)), max(1, *num_pages, 1)), np.int32)
+    for row, (first, count) in enumerate(zip(np.cumsum(num_pages) - num_pages, num_pages, strict=True)):
+        table[row, :count] = np.arange(first, first + count)
+    problem = Attention(
+        qkv=machine.place(qkv),
+        rope=machine.place(rope),
+        pool=machine.place(np.zeros((int(num_pages.sum()), num_heads, 2, SPAN_PAGE * head_dim), np.float32)),
+        format=POOL_FORMATS["float32"],
+        kv_lens=machine.place(lengths),
+        page_table=machine.place(table),
+        cu_q_lens=machine.place(np.array(starts, np.int32)),
+        out=machine.place(np.zeros(result.shape, np.float32)),
+        num_tokens=num_tokens,
+        num_rows=len(lengths),
+        table_width=table.shape[1],
+        num_pages=int(num_pages.sum()),
+        page_size=SPAN_PAGE,
+        num_query_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        scale=attributes["scale"].item(),
+        sees_all=True,
+    )
+    run(machine, 2, problem)
+    return machine.read(problem.out, result.shape, np.dtype(np.float32))
+
+
 def solve_zeros(machine: Machine, result: Any, attributes: dict[str, Any]) -> np.ndarray:
     return np.zeros(result.shape, result.dtype)
 
@@ -265,5 +303,6 @@ SOLVERS = {
     native.LINEAR: solve_linear,
     native.GROUPED_LINEAR: solve_grouped,
     native.ATTENTION: solve_attention,
+    native.SPAN_ATTENTION: solve_span_attention,
     native.ZEROS: solve_zeros,
 }
