@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import transformers
 
+from jaxserve.models.params import ParamSpec
+from jaxserve.models.vision import tower
+from jaxserve.weights.rows import hf_shapes
 from tests import checkpoints
 from tests.oracles import torch
 
@@ -75,6 +78,19 @@ def qwen_features(model: Any, images: list[tuple[Grid, np.ndarray]]) -> list[Any
     return [torch.cat([torch.cat(list(part)) for part in parts], dim=1)]
 
 
+def random_tensors(specs: list[ParamSpec]) -> dict[str, np.ndarray]:
+    """Return random tensors for specs, by name."""
+    rng, tensors = np.random.default_rng(0), {}
+    for spec in specs:
+        for name, shape in hf_shapes(spec).items():
+            noise = rng.standard_normal(shape, np.float32) * np.float32(0.2)
+            tensors[name] = noise + np.float32(spec.init == "ones")
+            _, _, last = name.rpartition(".")
+            if last in _BUFFERS:
+                tensors[name] = np.full(shape, _BUFFERS[last], np.float32)
+    return tensors
+
+
 _BUFFERS = {"input_min": -0.75, "input_max": 1.0, "output_min": -0.5, "output_max": 0.4, "std_bias": 0.3}
 _BUFFERS["std_scale"] = 1.7
 
@@ -130,7 +146,7 @@ class VisionFamily:
             return torch.cat(list(self.features(model, images))).numpy()
 
 
-QWEN = {"depth": 4, "num_heads": 2, "patch_size": 4}
+QWEN = {"depth": 5, "num_heads": 2, "patch_size": 4}
 _QWEN_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
 _QWEN_TEXT = {**checkpoints.SIZES, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
 _QWEN_GRIDS = ((2, 2), (6, 10), (18, 4), (2, 34), (12, 8))
@@ -184,3 +200,37 @@ FAMILIES = {
     ),
     "qwen3_5": VisionFamily("Qwen3_5", QWEN3, _QWEN_GRIDS, qwen_features, _QWEN_TOKENS, _QWEN_TEXT),
 }
+
+_QWEN2_5_7B = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584}
+_SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+_PIXTRAL_400M = {"num_hidden_layers": 24, "hidden_size": 1024, "intermediate_size": 4096, "patch_size": 14}
+PUBLISHED: dict[str, tuple[str, dict[str, Any], int]] = {  # vision_config, and the decoder's hidden size
+    "llava-1.5-7b": (
+        "Llava",
+        {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
+        | {"image_size": 336, "patch_size": 14},
+        4096,
+    ),
+    "qwen2.5-vl-7b": ("Qwen2_5_VL", _QWEN2_5_7B, 3584),
+    "qwen3-vl-4b": (
+        "Qwen3VL",
+        {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+        | {"out_hidden_size": 2560},
+        2560,
+    ),
+    "mistral-small-3.1-24b": ("Mistral3", _PIXTRAL_400M | {"hidden_act": "silu"}, 5120),
+    "gemma-3-4b": ("Gemma3", _SO400M | {"image_size": 896, "patch_size": 14, "vision_use_head": False}, 2560),
+    "gemma-4-e2b": ("Gemma4", {"use_clipped_linears": True}, 1536),
+    "llava-onevision-7b": (
+        "LlavaOnevision",
+        _SO400M | {"num_hidden_layers": 26, "image_size": 384, "patch_size": 14, "vision_use_head": False},
+        3584,
+    ),
+}
+
+
+def published(name):
+    """Return the arch of a published model's tower."""
+    stem, vision, hidden_size = PUBLISHED[name]
+    text = {"text_config": {"hidden_size": hidden_size}, "hidden_size": hidden_size}
+    return tower.read_tower({"architectures": [f"{stem}ForConditionalGeneration"], "vision_config": vision, **text})

@@ -22,7 +22,8 @@ from jaxserve.layers.weight_formats.weight_format import FormatChoice
 from jaxserve.models import decoder, registry
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
+from jaxserve.models.params import VISION, Params, ParamSpec, matrix_transform, stack_layers
+from jaxserve.models.vision import tower
 from jaxserve.weights.rows import Shardings
 
 logger = logging.getLogger(__name__)
@@ -194,10 +195,14 @@ def _make_params(
 def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
     """Return the parameters as the model's programs take them.
 
-    On TPUs the layers are stacked along a leading axis if `lax.scan` can run over them; otherwise nothing changes.
+    On TPUs the layers are stacked along a leading axis if `lax.scan` can run over them, and a vision tower's layers
+    likewise; otherwise nothing changes.
     """
-    scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
-    return stack_layers(params, arch.period, num_first=arch.num_first_layers) if scan else params
+    if jax.default_backend() != "tpu":
+        return params
+    if arch.images is not None:
+        params[VISION] = tower.stacked(params[VISION], arch.images.tower)
+    return stack_layers(params, arch.period, num_first=arch.num_first_layers) if decoder.can_scan(arch) else params
 
 
 def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | None:

@@ -1,18 +1,22 @@
 """Vision towers against transformers' image features in float32."""
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
 from jaxserve import weights
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import matrix_transform
 from jaxserve.models.vision import tower
+from jaxserve.pallas_kernels import packed_linear
+from tests.oracles import torch
 from tests.own_programs import UNOPTIMIZED
-from tests.vision_checkpoints import FAMILIES
+from tests.vision_checkpoints import FAMILIES, PUBLISHED, published, random_tensors
 
 
 @partial(jax.jit, static_argnames="arch", compiler_options=UNOPTIMIZED)
@@ -37,16 +41,24 @@ def random_images(arch, grids, sizes=()):
     return [(*image, size) for image, (size, _) in zip(images, sizes, strict=True)] if sizes else images
 
 
-BY_DEFAULT = ("llava", "onevision", "mistral3", "gemma3", "gemma4_clipped", "qwen2_5_vl", "qwen3_vl")
+def by_default(*chosen):
+    """Return a parameter for each family; tests of those that are not chosen are long ones."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.long) for name in FAMILIES]
+
+
+# Families computed by native kernels, and families with layers stacked for a scan; the others' are unrolled, by XLA.
+NATIVE, STACKED = ("qwen2_5_vl", "gemma4_clipped", "llava_siglip"), ("qwen3_vl", "qwen2_vl", "gemma3")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FAMILIES]
+    "name", by_default("llava", "onevision", "mistral3", "gemma3", "gemma4_clipped", "qwen2_5_vl", "qwen3_vl")
 )
 def test_embeddings_are_those_of_transformers(name, tmp_path):
     family = FAMILIES[name]
     model = family.write(tmp_path)
-    arch, params = load_tower(tmp_path)
+    native = name in NATIVE and packed_linear.unsupported("float32", "cpu") is None
+    arch, params = load_tower(tmp_path, partial(matrix_transform, native=native))
+    params = tower.stacked(params, arch) if name in STACKED else params
     images = random_images(arch, family.grids, family.sizes)
     size = 25 * sum(tiles for _, tiles in family.sizes) or None  # together more than the largest bucket
     inputs = tower.pack(arch, images, size)
@@ -61,6 +73,49 @@ def test_embeddings_are_those_of_transformers(name, tmp_path):
     assert np.abs(expected).max() > 0.1
     np.testing.assert_allclose(embeddings[: len(expected)], expected, rtol=0, atol=1e-4)
     assert np.isfinite(embeddings).all()
+
+
+def random_tower(name, **vision):
+    """Return the arch of a family's tower, its specs and random tensors by name."""
+    family = FAMILIES[name]
+    arch = tower.read_tower(dataclasses.replace(family, vision=family.vision | vision).config_dict())
+    specs = tower.tower_specs(arch)
+    return arch, specs, random_tensors(specs)
+
+
+@pytest.mark.parametrize("name", by_default("llava", "gemma4_clipped"))
+def test_saved_towers_load_again(name, tmp_path):
+    """Names, shapes and stacks of all families survive, and dtypes of matrices are those asked for."""
+    arch, specs, tensors = random_tower(name)
+    params = weights.assemble(tensors, specs)
+    weights.save(tmp_path, specs, params, FAMILIES[name].config_dict())
+    assert tower.read_tower(weights.read_config(tmp_path)) == arch
+    again = weights.load(tmp_path, specs, prefix=tower.PREFIXES)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    narrow = matrix_transform(specs, matrix_dtype=jnp.bfloat16)
+    layer = weights.assemble(tensors, specs, jnp.float32, transform=narrow)["vision"]["layers"][0]
+    assert (layer["o_proj"].dtype, jax.tree.leaves(layer["input_norm"])[0].dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "qwen3-vl-4b" else pytest.mark.long) for name in PUBLISHED]
+)
+def test_published_towers_have_these_tensors(name):
+    """Names and shapes are those of transformers' models, which are made without memory."""
+    stem, vision, hidden_size = PUBLISHED[name]
+    text = {"hidden_size": hidden_size, "num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8}
+    text |= {"model_type": "gemma3_text"} if stem == "Gemma3" else {}
+    config = getattr(transformers, f"{stem}Config")(vision_config=vision, text_config=text)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{stem}ForConditionalGeneration")(config)
+    expected = {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name.startswith(tower.PREFIXES)
+    }
+    specs = tower.tower_specs(published(name))
+    found = {name: shape for spec in specs for name, shape in weights.rows.hf_shapes(spec).items()}
+    unread = {name for spec in specs for name in spec.unread}
+    scalars = {name: () for name, shape in expected.items() if shape == () and found.get(name) == (1,)}
+    assert found | scalars == {name: shape for name, shape in expected.items() if name not in unread}
 
 
 def test_more_patches_than_the_largest_bucket_are_refused(tmp_path):

@@ -259,7 +259,7 @@ def _parse_merger(config: HfConfig, fields: dict[str, Any]) -> dict[str, Any]:
             f"vision_config: deepstack_visual_indexes must be below depth, got {indices} and {num_layers}"
         )
     out_name = "hidden_size" if "embed_dim" in vision else "out_hidden_size"
-    out = read_field({out_name: fields["out_size"], **vision}, out_name, SIZE)
+    out = read_field({out_name: 3584, **vision}, out_name, SIZE)
     if out != fields["out_size"]:
         raise ConfigError(
             f"vision_config: {out_name} must be text_config's hidden_size, got {out} and {fields['out_size']}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.models.hf_config import SIZE, TABLE, HfConfig, one_of, read_field, read_fields
-from jaxserve.models.params import Params, ParamSpec
+from jaxserve.models.params import Params, ParamSpec, stack_layers
 from jaxserve.models.vision import clip, gemma, llava, onevision, pixtral, qwen
 from jaxserve.models.vision.arch import VisionArch
 from jaxserve.models.vision.encoder import Encoder, Projector, hidden_states
@@ -101,6 +101,17 @@ def read_tower(config: HfConfig) -> VisionArch:
 def tower_specs(arch: VisionArch) -> list[ParamSpec]:
     """Return a tower's ParamSpecs; their paths begin with "vision"."""
     return ENCODERS[arch.encoder].specs(arch) + PROJECTORS[arch.projector].specs(arch)
+
+
+def stacked(params: Params, arch: VisionArch, stack: Callable[..., Any] = lambda *arrays: jnp.stack(arrays)) -> Params:
+    """Return a tower's parameters with its layers stacked for a scan, as on TPUs, if there are two periods or more.
+
+    Args:
+        params: the tower's parameters, with a list of layers.
+        arch: the tower's sizes.
+        stack: function that stacks equal layers' arrays; see `stack_layers`.
+    """
+    return stack_layers(params, arch.period, stack) if 2 * arch.period <= arch.num_layers else params
 
 
 def pack(

@@ -20,7 +20,8 @@ from jaxserve.layers.weight_formats import packed, plain, weight_format
 from jaxserve.models import decoder, registry
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, multiplied, stack_layers
+from jaxserve.models.params import VISION, Params, ParamSpec, multiplied, stack_layers
+from jaxserve.models.vision import tower
 from jaxserve.pallas_kernels.deviceless import Chip, UnknownTopologyError
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.system.environment import leave_tpus_alone
@@ -190,6 +191,8 @@ def abstract_params(
         return row_format.weight(*(_tensor(leaf.shape, leaf.dtype, leaf.axes, mesh) for leaf in leaves))
 
     params: Params = build_tree(registry.param_specs(arch.local(num_devices)), tensor)
+    if is_stacked and arch.images is not None:
+        params[VISION] = tower.stacked(params[VISION], arch.images.tower, _stacked)
     return stack_layers(params, arch.period, _stacked, num_first=arch.num_first_layers) if is_stacked else params
 
 
