@@ -35,8 +35,19 @@ def unfolded(images: Sequence[tuple[Grid, np.ndarray]]) -> dict[str, Any]:
     return {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, *grid] for grid, _ in images])}
 
 
+def positioned(images: Sequence[tuple[Grid, np.ndarray]]) -> dict[str, Any]:
+    """Return the arguments of a model that takes padded lists of patches, with their positions."""
+    size = max(len(patches) for _, patches in images)
+    batch, positions = torch.zeros((len(images), size, images[0][1].shape[1])), torch.full((len(images), size, 2), -1)
+    for index, (grid, patches) in enumerate(images):
+        batch[index, : len(patches)] = torch.tensor(patches)
+        positions[index, : len(patches)] = torch.tensor(np.indices(grid)[::-1].reshape(2, -1).T.copy())
+    return {"pixel_values": batch, "image_position_ids": positions}
+
+
 # Arguments of a model for images, by stem of its class
-GIVEN = {"Llava": fixed_size, "Mistral3": sized}
+GIVEN = {"Llava": fixed_size, "Mistral3": sized, "Gemma3": fixed_size, "Gemma4": positioned}
+_TYPES = {"Gemma3": "token_type_ids", "Gemma4": "mm_token_type_ids"}  # argument with 1 for tokens of images
 GIVEN |= dict.fromkeys(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"), unfolded)
 
 
@@ -80,7 +91,7 @@ class Pictures:
         """Return token ids and images of a prompt: for each part an image, or this number of random tokens."""
         ids: list[int] = []
         spans: list[ImageSpan] = []
-        rng = np.random.default_rng(len(parts))
+        rng = np.random.default_rng([part for part in parts if isinstance(part, int)])
         for part in parts:
             if isinstance(part, PreparedImage):
                 spans.append(ImageSpan(part, len(ids), np.arange(part.num_embeddings, dtype=np.int32)))
@@ -95,8 +106,9 @@ class Pictures:
         ids, out, logprobs = list(ids), list[int](), list[float]()
         for _ in range(num_tokens):
             with torch.no_grad():
-                if self.has_axes:
-                    given["mm_token_type_ids"] = (torch.tensor([ids]) == self.token_id).int()
+                if self.has_axes or self.family.name in _TYPES:
+                    name = _TYPES.get(self.family.name, "mm_token_type_ids")
+                    given[name] = (torch.tensor([ids]) == self.token_id).int()
                 logits = self.model(input_ids=torch.tensor([ids]), **given).logits[0, -1]
             found = torch.log_softmax(logits.double(), -1)
             out.append(int(found.argmax()))

@@ -126,6 +126,7 @@ def build_schedule(
         pools=arch.pooler is not None,
         num_encoder_rows=encoder_rows(config, arch),
         has_position_axes=arch.images is not None and arch.images.has_axes,
+        sees_images=arch.sees_images,
     )
 
 

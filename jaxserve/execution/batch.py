@@ -145,6 +145,7 @@ class StepBatch:
         new_pages: new page table entries.
         axes: M-RoPE positions on each axis; -1 for tokens that have the same on all, which the device knows. None
             for models without.
+        ahead: number of later tokens that each token sees; None if tokens of images see only earlier ones.
     """
 
     base_seed: UInt[Array, ""]
@@ -158,6 +159,7 @@ class StepBatch:
     next_ids: Int[Array, " R"]
     new_pages: PageEntries
     axes: Int[Array, "3 T"] | None = field(default=None, kw_only=True)
+    ahead: Int[Array, " T"] | None = field(default=None, kw_only=True)
 
     @property
     def is_row(self) -> Bool[Array, " R"]:
@@ -208,6 +210,7 @@ class BatchLayout:
     is_speculative: bool = False
     has_states: bool = False
     has_axes: bool = False
+    has_ahead: bool = False
 
     @classmethod
     def from_config(cls, config: ScheduleConfig, bucket: int, *, is_speculative: bool = False) -> BatchLayout:
@@ -221,8 +224,8 @@ class BatchLayout:
         num_new_pages = max(num_columns * config.kv_groups.size, 2)
         sizes = (bucket, num_rows, num_new_pages, config.max_logprobs)
         # A step with drafts has only decoding rows.
-        has_axes = config.has_position_axes and not is_speculative
-        return cls(*sizes, is_speculative, config.num_snapshots is not None, has_axes)
+        of_images = [each and not is_speculative for each in (config.has_position_axes, config.sees_images)]
+        return cls(*sizes, is_speculative, config.num_snapshots is not None, *of_images)
 
     def num_logprob_steps(self, max_steps: int) -> int:
         """Return the number of steps, of up to `max_steps` per dispatch, that return log probabilities.
@@ -242,11 +245,13 @@ class BatchLayout:
         if self.has_states:
             rows += ["source", "kept_len", "kept"]
         axes = (("axes", (NUM_AXES, self.num_tokens), -1),) if self.has_axes else ()
+        ahead = (("ahead", (self.num_tokens,), 0),) if self.has_ahead else ()
         return BlobLayout(
             (
                 *((name, (), 0) for name in scalars),
                 ("token_ids", (self.num_tokens,), -1),
                 *axes,
+                *ahead,
                 ("cu_q_lens", (self.num_rows + 1,), 0),
                 *((name, (self.num_rows,), 0) for name in rows),
                 _page_field(self.num_new_pages),

@@ -123,10 +123,8 @@ class BatchPacker:
             request = plan.requests[row]
             to["token_ids"][end - count : end] = request.tokens(start, start + count)
             if request.images:
-                _send_images(request, start, to["token_ids"][end - count : end])
-            if layout.has_axes and request.axes is not None:
-                given = request.axes[:, start : start + count]
-                to["axes"][:, end - count : end - count + given.shape[1]] = given
+                names = to.keys() & {"token_ids", "axes", "ahead"}
+                _send_images(request, start, {name: to[name][..., end - count : end] for name in names})
         self._has_sampled[slots] = max_new > 0
         if plan.wants_prompt_logprobs:
             to["wants_prompt_logprobs"][0] = 1
@@ -256,18 +254,25 @@ class BatchPacker:
         return SlotRow(**row)
 
 
-def _send_images(request: Request, start: int, token_ids: NDArray[np.int32]) -> None:
-    """Replace the ids of tokens that take images' embeddings by the rows of these in the encoder cache.
+def _send_images(request: Request, start: int, to: dict[str, NDArray[np.int32]]) -> None:
+    """Write what a row with images sends in addition to its token ids.
 
     Args:
         request: running request.
         start: its first token in the plan.
-        token_ids: ids of its tokens in the plan.
+        to: columns of its tokens in the plan, by field.
     """
+    token_ids = to["token_ids"]
     for index, rows in request.image_rows.items():
-        offset = request.images[index].positions - start
+        span = request.images[index]
+        offset = span.positions - start
         is_sent = (offset >= 0) & (offset < len(token_ids))
         token_ids[offset[is_sent]] = FIRST_IMAGE_ID - rows[is_sent]
+        if "ahead" in to:
+            to["ahead"][offset[is_sent]] = span.end - 1 - span.positions[is_sent]
+    if request.axes is not None:
+        given = request.axes[:, start : start + len(token_ids)]
+        to["axes"][:, : given.shape[1]] = given
 
 
 def _next_id(request: Request, position: int) -> int:

@@ -32,6 +32,7 @@ class PagedAttention(NarrowingAttention):
         state_rows: rows for recurrent layers; None if the model has none.
         shared: this step's keys and values that later layers reuse, by layer.
         choosing: rows that choose the pages that they attend to; None if none do.
+        ahead: number of later tokens that each token sees in layers with `sees_images`; None if there are none.
     """
 
     backend: str = field(metadata={"static": True})
@@ -42,6 +43,7 @@ class PagedAttention(NarrowingAttention):
     state_rows: StateRows | None = None
     shared: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)
     choosing: Bool[Array, " R"] | None = None
+    ahead: Int[Array, " T"] | None = None
 
     @classmethod
     def after(cls, tokens: TokenContext) -> PagedAttention:
@@ -64,7 +66,8 @@ class PagedAttention(NarrowingAttention):
         """
         options = layer.options
         k, v, shared = options.share(k, v, self.shared)
-        new = NewTokens(q, k, v, layer.rope, sinks, self.tree_mask, index, self.choosing)
+        ahead = self.ahead if options.spec.attention.sees_images else None
+        new = NewTokens(q, k, v, layer.rope, sinks, self.tree_mask, index, self.choosing, ahead)
         rows = self.groups[options.kv_group]
         kernel_options = dataclasses.replace(options.spec.attention.options, last_only=layer.last_only)
         out, kv_pages = options.kv.attend(new, rows, self.kv_pages, layer.index, kernel_options, backend=self.backend)
@@ -81,13 +84,15 @@ class PagedAttention(NarrowingAttention):
         """Return the attention for layers that compute only each row's last token, at index `last`."""
         groups = tuple(rows.last_tokens()[0] for rows in self.groups)
         shared = jax.tree.map(lambda x: x.at[last].get(mode="clip"), self.shared)
-        return dataclasses.replace(self, groups=groups, shared=shared)
+        return dataclasses.replace(self, groups=groups, shared=shared, ahead=None)
 
     def part(self, start: Int[Array, ""], num_tokens: int) -> PagedAttention:
         """Return the attention for `num_tokens` of the step's tokens from `start` on."""
         groups = tuple(rows.part(start, num_tokens) for rows in self.groups)
-        shared = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, num_tokens), self.shared)
-        return dataclasses.replace(self, groups=groups, shared=shared)
+        shared, ahead = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, num_tokens), (self.shared, self.ahead)
+        )
+        return dataclasses.replace(self, groups=groups, shared=shared, ahead=ahead)
 
     def with_pools(self, after: PagedAttention) -> PagedAttention:
         """Return this attention with the pools that later layers have left in `after`."""

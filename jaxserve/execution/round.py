@@ -320,7 +320,9 @@ def run_model(
     if arch.page_budget is not None:
         choosing = (rows.q_lens == 1) & (rows.start.history >= state.sequences.num_prompt(rows.slot))
     attention = PagedAttention(
-        model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows, choosing=choosing
+        *(model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows),
+        choosing=choosing,
+        ahead=tokens.ahead,
     )
     slot = rows.slot.at[tokens.row].get(**CLIPPED)
     slots = adapter_slots(state, rows, tokens)

@@ -78,7 +78,8 @@ class Tokens:
         token_ids: token ids; arbitrary for padding.
         image_row: row of the encoder cache that each token takes as its embedding, -1 for its id's; None if no token
             can be an image's.
-        axes: positions on each axis of M-RoPE; None if all have `position`.
+        axes: M-RoPE positions on each axis; None if all have `position`.
+        ahead: number of later tokens that each token sees; None if none sees any.
     """
 
     row: Int[Array, " T"]
@@ -89,6 +90,7 @@ class Tokens:
     token_ids: Int[Array, " T"]
     image_row: Int[Array, " T"] | None = None
     axes: Int[Array, "T 3"] | None = None
+    ahead: Int[Array, " T"] | None = None
 
     def at(self, index: Int[Array, " N"], row: Array, before: Lengths, live: Array) -> Tokens:
         """Return the tokens at `index` for a shard with rows of its own.
@@ -99,10 +101,9 @@ class Tokens:
             before: lengths of its sequence before it.
             live: mask of tokens that are no padding.
         """
-        planned, token_ids, image_row, axes = jax.tree.map(
-            lambda column: column.at[index].get(**CLIPPED), (self.planned, self.token_ids, self.image_row, self.axes)
-        )
-        return Tokens(row, before.history, before.position, live, planned, token_ids, image_row, axes)
+        columns = self.planned, self.token_ids, self.image_row, self.axes, self.ahead
+        taken = jax.tree.map(lambda column: column.at[index].get(**CLIPPED), columns)
+        return Tokens(row, before.history, before.position, live, *taken)
 
 
 def ragged_rows(sequences: Sequences, rows: Rows, num_rows: Int[Array, ""]) -> list[RaggedRows]:
@@ -212,14 +213,16 @@ def round_tokens(
     sent = jnp.where(index == 0, batch.token_ids.at[planned].get(**CLIPPED), -1)
     sampled = slots.token_history.at[rows.slot[row], before.history].get(**CLIPPED)
     token_ids = jnp.where(sent < 0, sampled, sent)
-    image_row = axes = None
+    image_row = axes = ahead = None
     if image_token_id is not None:
         image_row = jnp.where(live, image_rows(sent), -1)
         token_ids = jnp.where(image_row >= 0, image_token_id, token_ids)
     if batch.axes is not None:
         given = jnp.where(index == 0, batch.axes.at[:, planned].get(**CLIPPED), -1)
         axes = jnp.where(given < 0, before.position, given).T
-    return Tokens(row, before.history, before.position, live, planned, token_ids, image_row, axes)
+    if batch.ahead is not None:
+        ahead = jnp.where((index == 0) & live, batch.ahead.at[planned].get(**CLIPPED), 0)
+    return Tokens(row, before.history, before.position, live, planned, token_ids, image_row, axes, ahead)
 
 
 def image_rows(sent: Int[Array, " T"]) -> Int[Array, " T"]:

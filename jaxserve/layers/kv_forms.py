@@ -36,6 +36,7 @@ class NewTokens(NamedTuple):
         rope: cosines and sines that rotate queries and keys; None for no rotation.
         sinks: logits that take part in the softmax without values, or None.
         tree_mask: draft-token trees, or None.
+        ahead: number of later tokens that each token sees, or None.
         indexer: an indexer's queries, weights and keys, see `indexed_latents`; None without an indexer.
         choosing: rows that choose the pages that they attend to, see `page_bounds`; None if none do.
     """
@@ -48,6 +49,7 @@ class NewTokens(NamedTuple):
     tree_mask: Int32[Array, " T"] | None = None
     indexer: IndexInputs | None = None
     choosing: Bool[Array, " R"] | None = None
+    ahead: Int32[Array, " T"] | None = None
 
 
 class KVForm(ABC):
@@ -159,7 +161,7 @@ class HeadVectors(KVForm):
         `num_parts` is the number of layers that share the pages, None if none do.
         """
         assert isinstance(new.v, Array), "only latents have matrices"
-        inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope, new.sinks, new.tree_mask)
+        inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope, new.sinks, new.tree_mask, new.ahead)
         return ops.ragged_paged_attention(inputs, kv_pages, layer, options, num_parts=num_parts, backend=backend)
 
 

@@ -103,6 +103,11 @@ class ArchConfig:
         return None if self.images is None else self.images.token_id
 
     @property
+    def sees_images(self) -> bool:
+        """True if tokens of an image see the whole image in some layers."""
+        return any(attention.sees_images for attention in self.attention_layers)
+
+    @property
     def num_moe_layers(self) -> int:
         """Number of layers with experts."""
         return sum(layer.experts is not None for layer in self.layers)

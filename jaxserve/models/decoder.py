@@ -56,7 +56,7 @@ def forward_with_features(
     with jax.named_scope("embed"):
         x = embed_tokens(params, arch, token_ids, tokens.position, tokens.adapters, tokens.images)
         rotations = layer_rotations(arch, tokens.rotary_position)
-        inputs = family.layer_inputs(params, arch, token_ids, x)
+        inputs = family.layer_inputs(params, arch, _text_ids(arch, token_ids, tokens.images), x)
         tokens = dataclasses.replace(tokens, moe_index=jnp.int32(0))
     layers = params["layers"]
     if not isinstance(layers, ScannedLayers):
@@ -159,6 +159,13 @@ def embed_tokens(
     if POSITION_EMBED in params:
         x += embed(positions, params[POSITION_EMBED], dtype=dtype)
     return x
+
+
+def _text_ids(arch: ArchConfig, token_ids: Int[Array, " T"], images: TokenImages | None) -> Int[Array, " T"]:
+    """Return the ids by which layers look up further inputs: tokens with an image's embedding have the padding's."""
+    if images is None or arch.images is None:
+        return token_ids
+    return jnp.where(images.is_image, arch.images.pad_id, token_ids)
 
 
 def with_deep_features(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ class PositionAxes(NamedTuple):
     interleaved: bool = False
 
     def apply(self, arch: ArchConfig, text: Mapping[str, Any]) -> ArchConfig:
-        """Return a text model whose rotations have several axes, as its config specifies."""
+        """Return the text model with several axes in its rotations, as its config specifies."""
         kinds = {"rope_scaling": TABLE.or_null(), "rope_parameters": TABLE.or_null()}
         tables = read_fields(text, kinds)
         defaults = {"mrope_section": self.sections, "mrope_interleaved": self.interleaved}
@@ -71,14 +71,17 @@ class ImageFamily(NamedTuple):
     """How an architecture takes images.
 
     Attributes:
-        token_id: default id of the tokens that take embeddings.
+        token_id: default id for tokens that take embeddings.
         token_field: field with this id.
         axes: M-RoPE; None if positions are single numbers.
+        sees_images: function from the text part's fields and a layer's window to whether an image's tokens see the
+            whole image there.
     """
 
     token_id: int
     token_field: str = "image_token_id"
     axes: PositionAxes | None = None
+    sees_images: Callable[[Mapping[str, Any], int | None], bool] = lambda *_: False
 
     def read(self, config: Mapping[str, Any], arch: ArchConfig, text: Mapping[str, Any]) -> ArchConfig:
         """Return a text model with the images that it takes.
@@ -96,7 +99,9 @@ class ImageFamily(NamedTuple):
             )
         if self.axes is not None:
             arch = self.axes.apply(arch, text)
-        images = ImageInput(token_id, read_tower(config), has_axes=self.axes is not None)
+        arch = arch.with_attention(sees_images=[self.sees_images(text, window) for window in arch.windows])
+        pad_id = read_fields({"pad_token_id": None, **text}, {"pad_token_id": COUNT.or_null()})["pad_token_id"] or 0
+        images = ImageInput(token_id, read_tower(config), has_axes=self.axes is not None, pad_id=pad_id)
         if images.num_deep_layers >= arch.num_layers:
             raise ConfigError(
                 "vision_config: deepstack_visual_indexes must be fewer than num_hidden_layers, got "
@@ -105,7 +110,14 @@ class ImageFamily(NamedTuple):
         return dataclasses.replace(arch, images=images)
 
 
+def _sees_in_windows(text: Mapping[str, Any], window: int | None) -> bool:
+    """Return whether a Gemma 4 layer lets an image's tokens see the whole image: layers with windows may."""
+    return text.get("use_bidirectional_attention") == "vision" and window is not None
+
+
 IMAGE_FAMILIES: Mapping[str, ImageFamily] = {
+    "Gemma3ForConditionalGeneration": ImageFamily(262144, "image_token_index", sees_images=lambda *_: True),
+    "Gemma4ForConditionalGeneration": ImageFamily(258880, sees_images=_sees_in_windows),
     "LlavaForConditionalGeneration": ImageFamily(32000, "image_token_index"),
     "LlavaOnevisionForConditionalGeneration": ImageFamily(151646, "image_token_index"),
     "Mistral3ForConditionalGeneration": ImageFamily(10, "image_token_index"),

@@ -15,11 +15,13 @@ class ImageInput(NamedTuple):
         token_id: id of the tokens that take an image's embeddings.
         tower: vision tower that makes them.
         has_axes: True if the tokens have positions on several axes (M-RoPE).
+        pad_id: id that they have where layers read ids themselves.
     """
 
     token_id: int
     tower: VisionArch
     has_axes: bool = False
+    pad_id: int = 0
 
     @property
     def num_deep_layers(self) -> int:

@@ -75,6 +75,7 @@ class AttentionSpec:
         mla: MLA sizes; None without MLA.
         kv_source: earlier layer whose keys and values this layer reads; EXTERNAL for cross attention, which neither
             reads nor writes the pool; None for its own.
+        sees_images: True if each token of an image sees the whole image, also its later tokens.
     """
 
     num_heads: int
@@ -90,6 +91,7 @@ class AttentionSpec:
     k_eq_v: bool = False
     mla: MlaSizes | None = None
     kv_source: int | None = None
+    sees_images: bool = False
 
     @property
     def head_dim(self) -> int:

@@ -96,7 +96,7 @@ TEXT_PARTS: Mapping[str, str | Mapping[str, str]] = {
         "mistral": "MistralForCausalLM",
         "qwen2": "Qwen2ForCausalLM",
     },
-    "LlavaOnevisionForConditionalGeneration": "Qwen2ForCausalLM",
+    "LlavaOnevisionForConditionalGeneration": {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"},
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",

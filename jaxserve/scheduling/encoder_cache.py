@@ -10,6 +10,9 @@ Limits. A chunk ends before an image that cannot be encoded in this plan: becaus
 plan's encoder runs would exceed the tokens that a plan may have, so that they delay decoding rows by no more than a
 step. A plan may always encode one image. Nobody starves: a row that waits for an image has passed all earlier ones and
 holds none, and a row that holds an image can compute its tokens.
+
+Whole images. If tokens of an image see the whole image, one step computes them: a chunk ends before an image that it
+does not hold, and is extended to hold one that it begins with.
 """
 
 from __future__ import annotations
@@ -44,9 +47,11 @@ class EncoderCache:
 
     Args:
         num_rows: capacity in embeddings; 0 without images.
+        max_whole: maximum tokens of an image that one step computes whole; None if chunks may split images.
     """
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, max_whole: int | None = None) -> None:
+        self._max_whole = max_whole
         self.num_rows = num_rows // BLOCK_ROWS * BLOCK_ROWS
         self.restart()
 
@@ -65,6 +70,12 @@ class EncoderCache:
                 f"an image may have at most {self.num_rows} tokens, the size of the encoder cache, got {largest}; "
                 "take a smaller image or raise encoder_cache_size"
             )
+        longest = max((span.end - span.first for span in request.images), default=0)
+        if self._max_whole is not None and longest > self._max_whole:
+            raise RequestError(
+                f"a step must hold an image, whose tokens see each other, and each other row's token: at most "
+                f"{self._max_whole} tokens, got {longest}; raise max_num_batched_tokens or lower max_num_seqs"
+            )
 
     def begin_plan(self) -> None:
         """Release the images whose last tokens the previous plan has computed."""
@@ -74,7 +85,9 @@ class EncoderCache:
         self._passed.clear()
         self._num_encoded = 0
 
-    def num_computable(self, request: Request, start: int, num_tokens: int, max_encoded: int) -> int:
+    def num_computable(
+        self, request: Request, start: int, num_tokens: int, max_encoded: int, max_tokens: int | None = None
+    ) -> int:
         """Return how many of a request's next `num_tokens` tokens the current plan can compute, given its images.
 
         Args:
@@ -82,29 +95,27 @@ class EncoderCache:
             start: its first token to compute.
             num_tokens: tokens wanted.
             max_encoded: maximum embeddings that the plan may encode, except for its first image.
+            max_tokens: maximum tokens, to hold an image that must be whole; None for `num_tokens`.
         """
-        if not request.images:
+        if not request.images or not num_tokens:
             return num_tokens
         stop = start + num_tokens
+        if self._max_whole is not None:
+            stop = _without_parts(request, start, stop, start + max(num_tokens, max_tokens or 0))
         num_encoded, num_blocks = self._num_encoded, self._num_available
         for index, span in _touched(request, start, stop):
             if index in request.image_rows:
                 continue
             size, entry = span.image.num_embeddings, self._entries.get(_key(request, span))
-            if entry is None:
-                num_blocks -= _num_blocks(size)
-                if num_blocks < 0 or (num_encoded and num_encoded + size > max_encoded):
-                    stop = max(span.first, start)
-                    break
-                num_encoded += size
-            elif not entry.num_holders:
-                num_blocks -= len(entry.blocks)
-                if num_blocks < 0:
-                    stop = max(span.first, start)
-                    break
+            is_new = entry is None
+            num_blocks -= _num_blocks(size) if entry is None or not entry.num_holders else 0
+            if num_blocks < 0 or (is_new and num_encoded and num_encoded + size > max_encoded):
+                stop = max(span.first, start)
+                break
+            num_encoded += size if is_new else 0
         # A last token alone counts as decoded, and programs for decoding rows take no images.
         if stop == request.num_tokens - 1 and request.images[-1].end == request.num_tokens:
-            stop -= 1
+            stop = stop - 1 if self._max_whole is None else max(start, min(stop, request.images[-1].first))
         return max(stop - start, 0)
 
     def compute(self, request: Request, start: int, stop: int) -> list[EncoderRun]:
@@ -195,3 +206,18 @@ def _num_blocks(num_rows: int) -> int:
 def _touched(request: Request, start: int, stop: int) -> list[tuple[int, ImageSpan]]:
     """Return a request's images that have embeddings among its tokens [start, stop), with their indices."""
     return [(index, span) for index, span in enumerate(request.images) if span.first < stop and start < span.end]
+
+
+def _without_parts(request: Request, start: int, stop: int, limit: int) -> int:
+    """Return the end of a chunk that holds no part of an image: `stop`, or the image's first token or its end.
+
+    Args:
+        request: the request.
+        start: the chunk's first token; if it is inside an image, the tokens before it are cached.
+        stop: its wanted end.
+        limit: its maximum end.
+    """
+    for _, span in _touched(request, start, stop):
+        if stop < span.end:
+            return span.first if span.first > start else span.end if span.end <= limit else start
+    return stop

@@ -105,19 +105,19 @@ class PrefillPlanner:
                 continue
             num_left = ledger.num_computable(request, request.num_computed_tokens)
             wanted = self._policy.first_chunk(num_left, budget_left)
-            wanted = self._prompts.num_encodable(request, request.num_computed_tokens, wanted)
+            start = request.num_computed_tokens
+            wanted = self._prompts.num_wanted(request, start, wanted, plan)
             if not wanted:  # its next image must wait for other images
                 continue
             ledger.store.release_unseen(request)
             reserve.begin_turn(request)
-            num_tokens = reserve.num_affordable(request, wanted)
+            num_tokens = self._prompts.num_encodable(request, start, reserve.num_affordable(request, wanted))
             while not num_tokens and (victim := _last_running(rows[index + 1 :])) is not None:
                 if victim.priority == request.priority:
                     reserve.forget(victim)
                 ledger.preempt(victim, plan)
-                num_tokens = reserve.num_affordable(request, wanted)
+                num_tokens = self._prompts.num_encodable(request, start, reserve.num_affordable(request, wanted))
             is_short |= num_tokens < wanted
-            num_tokens = self._prompts.num_encodable(request, request.num_computed_tokens, num_tokens)
             if num_tokens and ledger.allocate(request, num_tokens, plan):
                 self._prompts.compute(self._prompts.add_row(request, plan), num_tokens, plan)
         self._prompts.settle()

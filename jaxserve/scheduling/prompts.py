@@ -38,14 +38,20 @@ class Prompts:
         """Return the number of tokens that the current plan may still get."""
         return self._limit - plan.num_tokens
 
-    def num_encodable(self, request: Request, start: int, num_tokens: int) -> int:
-        """Return how many of a request's next `num_tokens` tokens the current plan can compute, given its images.
+    def num_wanted(self, request: Request, start: int, num_tokens: int, plan: StepPlan) -> int:
+        """Return the size of a request's next chunk, wanted to have `num_tokens` tokens, given its images.
 
         Args:
             request: running request, or one that starts.
             start: its first token to compute.
             num_tokens: tokens wanted.
+            plan: the current plan.
         """
+        left = self._ledger.max_num_batched_tokens - plan.num_tokens
+        return self._ledger.encoder.num_computable(request, start, num_tokens, self._max_encoded, left)
+
+    def num_encodable(self, request: Request, start: int, num_tokens: int) -> int:
+        """Return how many of a request's next `num_tokens` tokens the current plan can compute, given its images."""
         return self._ledger.encoder.num_computable(request, start, num_tokens, self._max_encoded)
 
     def settle(self) -> None:

@@ -54,6 +54,7 @@ class ScheduleConfig:
     num_data_shards: int = 1  # equal data-parallel shards of slots, pages and step tokens
     max_loras: int = 0  # maximum LoRA adapters on the devices; 0 without adapters
     num_encoder_rows: int = 0  # capacity of the encoder cache in image embeddings; 0 without images
+    sees_images: bool = False  # True if tokens of an image see the whole image, which one step computes
     has_position_axes: bool = False  # True if tokens of images have positions on several axes (M-RoPE)
 
     def __post_init__(self) -> None:
@@ -257,6 +258,7 @@ def resolve_schedule(
     pools: bool = False,
     num_encoder_rows: int = 0,
     has_position_axes: bool = False,
+    sees_images: bool = False,
 ) -> ScheduleConfig:
     """Return the sizes for a model and jax platform, with all defaults resolved.
 
@@ -271,6 +273,7 @@ def resolve_schedule(
         pools: True if the model pools.
         num_encoder_rows: capacity of the encoder cache; 0 without images.
         has_position_axes: True if tokens of images have positions on several axes.
+        sees_images: True if tokens of an image see the whole image.
 
     Raises:
         ConfigError: the model does not support the options.
@@ -303,6 +306,7 @@ def resolve_schedule(
         max_loras=config.max_loras if config.enable_lora else 0,
         num_encoder_rows=num_encoder_rows,
         has_position_axes=has_position_axes,
+        sees_images=sees_images,
     )
 
 

@@ -265,7 +265,7 @@ class StartPlanner:
         num_left = min(request.num_tokens, ledger.groups.row_end(start, request.num_prompt_tokens)) - start
         num_tokens = self._policy.first_chunk(num_left, self._prompts.budget_left(plan))
         num_tokens = min(num_tokens, ledger.token_capacity(cached))
-        num_tokens = self._prompts.num_encodable(request, start, num_tokens)
+        num_tokens = self._prompts.num_wanted(request, start, num_tokens, plan)
         if not num_tokens:  # its first image must wait for other images
             return False
         num_pages = ledger.groups.num_blocks(start + num_tokens) * ledger.groups.size

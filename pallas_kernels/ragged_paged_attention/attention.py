@@ -7,6 +7,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels.op import AUTO
+from jaxserve.pallas_kernels.ragged_paged_attention.ahead import with_later_tokens
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Backend, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind
 from jaxserve.pallas_kernels.ragged_paged_attention.pools import BACKENDS, OP, backend_named, layout_for, split_pages
@@ -64,10 +65,16 @@ def ragged_paged_attention(
         pool = split_pages(name, kv_pages, kind, num_parts)
     _check_pool(name, kind, pool, layer)
     inputs = inputs._replace(rows=read_rows(name, inputs.rows, pool))
+    causal, ahead = inputs._replace(ahead=None), inputs.ahead is not None and not options.last_only
     if pool is kv_pages or chosen.splits_pages:
-        return chosen.write_and_attend(inputs, kv_pages, layer, options)
-    out, pool = chosen.write_and_attend(inputs, pool, layer, options)
-    return out, values_of(pool).reshape(values_of(kv_pages).shape)
+        out, kv_pages = chosen.write_and_attend(causal, kv_pages, layer, options)
+        pool = kv_pages if num_parts is None else split_pages(name, kv_pages, kind, num_parts) if ahead else pool
+    else:
+        out, pool = chosen.write_and_attend(causal, pool, layer, options)
+        kv_pages = values_of(pool).reshape(values_of(kv_pages).shape)
+    if ahead:
+        out = with_later_tokens(out, inputs, pool, layer, options, layout_for(chosen, kind, pool_dtype(pool)))
+    return out, kv_pages
 
 
 def select_backend(
@@ -159,6 +166,8 @@ def _check_inputs(inputs: AttentionInputs, options: AttentionOptions) -> KVKind:
         raise ValueError(f"q and k must agree in {agree} got q {q.shape} and k {k.shape}")
     if options.last_only and inputs.tree_mask is not None:
         raise ValueError("tree_mask must be None with last_only: a tree's nodes all attend")
+    if inputs.ahead is not None and (options.rank is not None or inputs.tree_mask is not None):
+        raise ValueError("ahead must be None with latents and with draft trees")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"query heads must be a multiple of kv heads, got {q.shape[1]} and {k.shape[1]}")
     if (v is None) != (options.rank is not None):

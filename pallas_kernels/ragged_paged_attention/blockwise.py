@@ -92,7 +92,7 @@ def attend(attention: Attention, q: Float[Array, "T Q H"], rows: RaggedRows) -> 
     """
 
     def attend_queries(queries: Queries, block_tokens: int) -> Float[Array, "B X Q V"]:
-        return _attend_blocks(attention, queries.take(q), queries, block_tokens)
+        return attend_blocks(attention, queries.take(q), queries, block_tokens)
 
     q_lens, max_queries = rows.live_q_lens(), attention.options.max_queries
     out = jnp.zeros((*q.shape[:2], attention.pages.kind.value_dim), q.dtype)
@@ -179,12 +179,14 @@ class Queries(NamedTuple):
         position: position of each query in its sequence; -1 for padding.
         page_table: page ids of each sequence.
         tree: draft tree of the only sequence, or None.
+        end: position after the last key that each query sees; None if that is its own.
     """
 
     take: Callable[[Shaped[Array, "T *rest"]], Shaped[Array, "B X *rest"]]
     position: Int32[Array, "B X"]
     page_table: Int32[Array, "B M"]
     tree: Tree | None = None
+    end: Int32[Array, "B X"] | None = None
 
 
 def fill_decode_rows(
@@ -229,6 +231,7 @@ def fill_prefill_rows(
     rows: RaggedRows,
     is_filled: Bool[Array, "R"],
     nodes: Int32[Array, "T columns"] | None = None,
+    ahead: Int32[Array, "T"] | None = None,
 ) -> Float[Array, "T Q V"]:
     """Fill in the outputs of some rows with several new tokens, one query tile at a time.
 
@@ -238,6 +241,7 @@ def fill_prefill_rows(
         rows: the step's rows.
         is_filled: rows to compute.
         nodes: draft-tree nodes that each token sees, from `visible_nodes`, or None.
+        ahead: number of later tokens that each token sees; only tokens that see some are filled in. None for none.
 
     Returns:
         `out` with the outputs of these rows filled in.
@@ -262,14 +266,20 @@ def fill_prefill_rows(
             return lax.dynamic_slice_in_dim(x, start, tile_size)[None]
 
         tree = None if nodes is None else Tree(take(nodes)[0], tree_starts(rows)[row_id])
-        tile_out = compute(Queries(take, position[None], page_table, tree))
+        if ahead is None:
+            tile_out = compute(Queries(take, position[None], page_table, tree))
+        else:
+            in_tile &= take(ahead)[0] > 0
+            position = jnp.where(in_tile, position, -1)
+            end = jnp.where(in_tile, position + 1 + take(ahead)[0], 0)
+            tile_out = compute(Queries(take, position[None], page_table, tree, end[None]))
         merged = jnp.where(in_tile[:, None, None], tile_out[0], take(out)[0])
         return lax.dynamic_update_slice_in_dim(out, merged, start, axis=0)
 
     return lax.fori_loop(0, tile_ends[-1], fill_tile, out)
 
 
-def _attend_blocks(
+def attend_blocks(
     attention: Attention,
     q: Float[Array, "B X Q H"],
     queries: Queries,
@@ -283,7 +293,7 @@ def _attend_blocks(
         queries: their positions, page tables and trees.
         block_tokens: number of tokens in a key block, rounded down to whole pages.
     """
-    (B, X, Q, H), (_, position, page_table, tree) = q.shape, queries
+    (B, X, Q, H), (_, position, page_table, tree, end) = q.shape, queries
     pages = attention.pages
     K, V, page_size = pages.kind.num_kv_heads, pages.kind.value_dim, pages.page_size
     block_pages = max(1, block_tokens // page_size)
@@ -292,6 +302,8 @@ def _attend_blocks(
     window = attention.options.window
     depth_position = position if tree is None or window is None else tree.nodes[None, :, 1]
     first_key, end_key = _key_range(position, depth_position, window)
+    if end is not None:
+        end_key = jnp.max(end, axis=1)
     first_page = first_key // page_size
     num_blocks = ceil_div(jnp.max(ceil_div(end_key, page_size) - first_page), block_pages)
 
@@ -304,7 +316,7 @@ def _attend_blocks(
         # Zero weights alone would let stale NaN or Inf through.
         in_range = (key_position >= first_key[:, None]) & (key_position < end_key[:, None])
         v = jnp.where(in_range[:, None, :, None], v, 0)
-        visible = _visible(position, key_position, window if tree is None else None)
+        visible = _visible(position, key_position, window if tree is None else None, end)
         if tree is not None:
             visible &= tree.shows(key_position, window)
         return absorb(state, heads_q, k, v, visible, attention.options.soft_cap)
@@ -331,10 +343,16 @@ def _key_range(
 
 
 def _visible(
-    position: Int32[Array, "B X"], key_position: Int32[Array, "B S"], window: int | None
+    position: Int32[Array, "B X"],
+    key_position: Int32[Array, "B S"],
+    window: int | None,
+    end: Int32[Array, "B X"] | None,
 ) -> Bool[Array, "B X S"]:
-    """Return the mask of keys that each query sees: not later ones, and only those in its window."""
+    """Return the mask of keys that each query sees: not later ones, or only those before `end`, and in its window."""
     distance = position[:, :, None] - key_position[:, None, :]
+    if end is not None:
+        is_before = key_position[:, None, :] < end[:, :, None]
+        return is_before if window is None else is_before & (distance < window)
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 

@@ -77,6 +77,9 @@ class AttentionInputs(NamedTuple):
     all tokens in its row before the nodes. If all words in a row are -1 (all bits set), it has no tree. A window shows
     the last `window` visible tokens: it compares the nodes' depths, not their order in the pool. `rope` must have the
     angles for each node's depth."""
+    ahead: Int32[Array, "T"] | None = None
+    """Number of later tokens in its row and in this step that each token sees; None for none. A window does not hide
+    them."""
 
     def kind(self, options: AttentionOptions) -> KVKind:
         """Return the vectors that these inputs store for a token: heads, or latents if `options` has a rank."""

@@ -36,12 +36,16 @@ SIZES: dict[str, Any] = {
 }
 NUM_TOKENS = 6
 GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 1}
-SERVED = ("llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+SERVED = ("llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "gemma4")
 
 # Text parts that are not Llama's, by family.
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 TEXT: dict[str, Any] = {
+    "gemma3": {"sliding_window": 11, "num_hidden_layers": 3, "head_dim": 16, **_WINDOWS},
+    "gemma4": {"sliding_window": 11, "use_bidirectional_attention": "vision"},
     "qwen3_5": {
         "rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 2, 2], "partial_rotary_factor": 1.0},
+        "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
 }
@@ -55,8 +59,10 @@ class Served:
     def __init__(self, path: Path, name: str) -> None:
         self.path, self._engines = path, dict[tuple[Any, ...], DrivenEngine]()
         family = FAMILIES[name]
-        text = {**checkpoints.build_config(name).to_dict(), **TEXT[name]} if name in TEXT else family.text
-        family = replace(family, text={**text, "num_hidden_layers": 3})  # DeepStack's features go to the first
+        text = {**family.text, "num_hidden_layers": 3}  # DeepStack's features go to the first
+        text = {**checkpoints.build_config(name).to_dict(), **TEXT[name]} if name in TEXT else text
+        config = {"image_token_index": 5, "image_token_id": 5} if name.startswith("gemma") else {}
+        family = replace(family, text=text, config=family.config | config)
         self.pictures = Pictures(family, family.write(path), read_tower(weights.read_config(path)))
 
     def engine(self, **options: Any) -> DrivenEngine:
@@ -170,7 +176,9 @@ def test_preempted_rows_continue(served: Served) -> None:
     image, prompt = served.pictures.image, served.pictures.prompt
     low, high = prompt(14, image(1), 3, image(2), 2), prompt(3, image(3), 2)
     longest = max(len(low[0]), len(high[0])) + NUM_TOKENS
-    engine = served.engine(num_pages=longest // 4 + 2, scheduling_policy="priority")
+    groups = served.engine().schedule.kv_groups
+    num_pages = groups.num_pages(longest, longest) + 2 * groups.size
+    engine = served.engine(num_pages=num_pages, scheduling_policy="priority")
     before = engine.stats.num_preemptions
     outputs = [served.add(engine, "low", low, priority=1)]
     while not outputs[0].outputs[0].token_ids:
