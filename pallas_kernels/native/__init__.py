@@ -39,10 +39,23 @@ def unavailable() -> str | None:
         library = _library()
         if (built := library.jaxserve_native_abi()) != ABI:
             return f"the native kernels are of version {built}, not {ABI}; reinstall the package"
-        for name in (ATTENTION, SPAN_ATTENTION, LINEAR, GROUPED_LINEAR, ZEROS):
+        for name in (ATTENTION, LINEAR, GROUPED_LINEAR, ZEROS):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         return f"the native kernels do not load, reinstall the package: {error}"
+    return None
+
+
+@functools.cache
+def no_spans() -> str | None:
+    """Return the reason why attention over spans cannot be called, or None once it is registered."""
+    if (reason := unavailable()) is not None:
+        return reason
+    try:
+        target = jax.ffi.pycapsule(getattr(_library(), SPAN_ATTENTION))
+    except AttributeError:
+        return "the native kernels were built without it; reinstall the package"
+    jax.ffi.register_ffi_target(SPAN_ATTENTION, target, platform="cpu")
     return None
 
 
