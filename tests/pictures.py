@@ -6,9 +6,7 @@ from typing import Any
 
 import numpy as np
 import transformers
-from numpy.typing import NDArray
 
-from jaxserve.images.positions import axis_positions
 from jaxserve.images.prepared import ImageSpan, PreparedImage
 from tests.oracles import torch
 from tests.vision_checkpoints import Grid, VisionFamily, raster_pixels
@@ -82,10 +80,6 @@ class Pictures:
     def has_axes(self) -> bool:
         """True if tokens have positions on several axes."""
         return GIVEN[self.family.name] is unfolded
-
-    def axes(self, ids: Sequence[int], spans: Sequence[ImageSpan]) -> NDArray[np.int32] | None:
-        """Return the positions of a prompt's tokens on each axis; None without."""
-        return axis_positions(len(ids), spans)[0] if self.has_axes and spans else None
 
     def prompt(self, *parts: PreparedImage | int) -> tuple[list[int], list[ImageSpan]]:
         """Return token ids and images of a prompt: for each part an image, or this number of random tokens."""
