@@ -1,8 +1,9 @@
-"""ImageCache: prepared images in host memory, so that the same image is decoded and resized once."""
+"""Prepared images in host memory: a cache, so that the same image is decoded and resized once, and a limit for all."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 
@@ -31,6 +32,11 @@ class ImageCache:
                 self._images.move_to_end(key)
             return image
 
+    def clear(self) -> None:
+        with self._lock:
+            self._images.clear()
+            self.num_bytes = 0
+
     def put(self, key: Hashable, image: PreparedImage) -> None:
         """Keep an image, and drop those used least recently, as many as the limit demands."""
         with self._lock:
@@ -41,3 +47,24 @@ class ImageCache:
             while self.num_bytes > self._max_bytes:
                 _, dropped = self._images.popitem(last=False)
                 self.num_bytes -= dropped.num_bytes
+
+
+class LivingImages:
+    """Size of all prepared images that a request or a cache still has. Thread-safe.
+
+    Attributes:
+        num_bytes: their size.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._lock = threading.RLock()  # an image may be freed while its size is added
+
+    def add(self, image: PreparedImage) -> None:
+        """Count an image until it is freed."""
+        self._count(image.num_bytes)
+        weakref.finalize(image, self._count, -image.num_bytes).atexit = False
+
+    def _count(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes += num_bytes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.errors import ConfigError, RequestError, brief, install_extra
-from jaxserve.images.cache import ImageCache
+from jaxserve.images.cache import ImageCache, LivingImages
 from jaxserve.images.decoding import MAX_PIXELS, Decoders
 from jaxserve.images.inputs import ImageInputs
 from jaxserve.images.loading import ImageSources
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image
 
+MIN_LIVING_BYTES = 2**30  # for prepared images of unfinished requests, in addition to the cache
 _MAX_PROCESSORS = 16  # kept for different mm_processor_kwargs
 
 
@@ -58,6 +59,7 @@ class ImageReader:
         placeholders: the model's tokens for images.
         options: options.
         cache: prepared images.
+        living: size of these, and of those that unfinished requests have.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class ImageReader:
         options: ImageOptions,
     ) -> None:
         self.placeholders, self.options, self._new_processor = placeholders, options, new_processor
-        self.cache = ImageCache(options.cache_bytes)
+        self.cache, self.living = ImageCache(options.cache_bytes), LivingImages()
+        self._max_living_bytes = MIN_LIVING_BYTES + 2 * options.cache_bytes
         self._decoders = Decoders()
         self._processors: dict[str, ImageProcessor] = {}
         self._lock = threading.Lock()
@@ -150,11 +153,24 @@ class ImageReader:
             return known
         if given is None:
             raise RequestError(f"must be sent again, as the cache has none with the name {brief(name)}")
+        self._check_memory()
         with self._opened(self._loaded(given)) as image:
             pixels, size = processor.fit(image), (image.height, image.width)
         prepared = processor.prepare(pixels, size, name or None)
+        self.living.add(prepared)
         self.cache.put(key, prepared)
         return prepared
+
+    def _check_memory(self) -> None:
+        """Raise RequestError if unfinished requests have so many images that another one must wait for them."""
+        if self.living.num_bytes <= self._max_living_bytes:
+            return
+        self.cache.clear()
+        if self.living.num_bytes > self._max_living_bytes:
+            raise RequestError(
+                f"must wait, as those of unfinished requests take {self.living.num_bytes} bytes, and may take "
+                f"{self._max_living_bytes}; try again, or raise mm_processor_cache_gb"
+            )
 
     def _loaded(self, given: Any) -> Any:
         """Return the file that a URL names, a Pillow image whose file is read, or another image unchanged."""

@@ -146,6 +146,19 @@ def test_more_images_than_allowed_are_refused():
         new_reader(max_images=1).prepare(inputs(PIXELS, PIXELS))
 
 
+def test_images_of_unfinished_requests_are_bounded(monkeypatch):
+    monkeypatch.setattr("jaxserve.images.reader.MIN_LIVING_BYTES", 0)
+    reader = new_reader(cache_bytes=1_400_000)
+    sizes = [Image.new("RGB", (168, 168 + 28 * i)) for i in range(4)]  # 677 KB and more
+    held = [reader.prepare(inputs(size)) for size in sizes]
+    assert reader.living.num_bytes == sum(image.num_bytes for images in held for image in images) > 2_800_000
+    with pytest.raises(RequestError, match="image 1 of the prompt: must wait, as those of unfinished requests take"):
+        reader.prepare(inputs(Image.new("RGB", (168, 300))))
+    held.clear()
+    assert reader.living.num_bytes == 0, "the cache gives way to requests"
+    reader.prepare(inputs(Image.new("RGB", (168, 300))))
+
+
 def test_options_of_the_processor(reader):
     with pytest.raises(RequestError, match="did you mean max_pixels"):
         reader.prepare(inputs(PIXELS, max_pixel=1))

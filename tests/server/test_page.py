@@ -14,6 +14,10 @@ from tests.server.hashed_engine import hashed_engine, write_model
 SEND = """{
     document.getElementById("prompt").value = %r; document.getElementById("kind").value = %r;
     document.getElementById("tokens").value = %d; document.getElementById("form").requestSubmit(); 1 }"""
+PICK = """{
+    const files = new DataTransfer(); files.items.add(new File(["GIF89a"], "a.gif", { type: "image/gif" }));
+    const picture = document.getElementById("picture"); picture.files = files.files;
+    picture.dispatchEvent(new Event("change")); 1 }"""
 SETTLED = "!document.getElementById('send').disabled && document.getElementById('facts').textContent"
 
 
@@ -58,6 +62,10 @@ def test_the_page_works_in_a_browser(server: Running, tmp_path: Path) -> None:
             assert facts.startswith(("40 tokens in", "1")), facts
             assert browser.run("document.querySelector('#reply .text').textContent.length") > 0
             assert browser.run("document.querySelectorAll('#reply .error').length") == 0
+        browser.run(PICK)
+        assert browser.run("document.getElementById('kind').value") == "chat/completions"
+        browser.run(SEND % ("a b", "chat/completions", 5))
+        assert "unsupported type 'image_url'" in browser.until("document.querySelector('#reply .error')?.textContent")
         browser.run(SEND % ("a b", "completions", 200))
         browser.until("document.querySelector('#reply .text').textContent")
         browser.run("document.getElementById('stop').click()")
