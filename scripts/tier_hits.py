@@ -124,7 +124,7 @@ class Tier:
     def use(self, page: int) -> None:
         key = _key(page)
         if key not in self._index:
-            while self._index.is_full:
+            while not self._index.fits(key):
                 victim = self._index.victim()
                 assert victim is not None, "no page is being loaded"
                 self._index.evict(victim)

@@ -104,6 +104,7 @@ class Device:
         self.tables = {}  # slot -> salt and pages, as of its last row
         self.history = {}  # slot -> position -> token
         self.lengths = {}
+        self.num_computed = 0  # tokens of sequences that had not ended
         self.stopped = set()
 
     def run(self, plan):
@@ -137,6 +138,7 @@ class Device:
             for row, (planned, ids), token in zip(now, taking_part, self._run_step(now), strict=True):
                 assert row.start <= planned.start + index, "the plan is an upper bound"
                 self.lengths[row.slot] = row.start + row.num_tokens
+                self.num_computed += row.num_tokens
                 if row.max_new:
                     ids.append(token)
                     self._stop(row.request, row.slot, token)

@@ -1,6 +1,7 @@
 """A page mover over a simulated device and dictionaries: it takes its time, fails, and ends moves in any order."""
 
 from jaxserve.api.cached_tokens import LOWER_TIERS
+from jaxserve.scheduling.kv_cache.pages import STATES
 from jaxserve.scheduling.kv_cache.stored_pages import StoredPages
 from jaxserve.scheduling.kv_cache.transfers import DEVICE, Deletion, EndedMoves
 
@@ -16,7 +17,8 @@ class SlowMover:
     Attributes:
         device: device whose pages it moves; None to replay what was requested.
         moves: moves that have not ended.
-        counts: number of moves that were requested, and of those that ended well, loads, stores and copies.
+        counts: number of moves that were requested, and of those that ended well, loads, stores and copies; and of
+            states that were kept.
     """
 
     def __init__(self, page_size, num_pages, device=None):
@@ -25,11 +27,16 @@ class SlowMover:
         self.contents = [None, *({} for _ in num_pages)]  # for each tier: key -> content, and the move that stored it
         self._before = {}  # key of a move -> content of the page
         self._ended = []
-        self.counts = dict.fromkeys(["loads", "stores", "copies", "loaded", "stored", "copied"], 0)
+        self.counts = dict.fromkeys(["loads", "stores", "copies", "loaded", "stored", "copied", "kept"], 0)
 
     def new_tiers(self):
         names = LOWER_TIERS[-len(self.num_pages) :]
-        return [StoredPages(*each) for each in zip(names, self.num_pages, strict=True)]
+        return [StoredPages(*each, state_pages=2) for each in zip(names, self.num_pages, strict=True)]
+
+    def keep_states(self, kept):
+        self.counts["kept"] += len(kept)
+        if self.device is not None:
+            self.device.states.update((-1 - page, self.device.states[slot]) for slot, page in kept)
 
     def start_moves(self, requested):
         self.moves += requested.forgotten
@@ -48,13 +55,13 @@ class SlowMover:
     def _start(self, move):
         name = "loads" if move.is_load else "stores" if move.source == DEVICE else "copies"
         self.counts[name] += 1
-        assert DEVICE not in (move.source, move.target) or move.page not in {m.page for m in self.moves}
+        assert DEVICE not in (move.source, move.target) or move.place not in {m.place for m in self.moves}
         if move.source == DEVICE:
-            before = [self.device.kv.get(entry) for entry in self._entries(move)]
+            before = self._read(move)
         else:
             before, _ = self.contents[move.source].get(move.content, (None, None))
         if move.is_load:
-            self.device.kv.update(dict.fromkeys(self._entries(move), LOST))
+            self._write(move, [LOST] * len(self._entries(move)))
         elif before is not None:
             self.contents[move.target][move.content] = before, move.key
         self._before[move.key] = before
@@ -69,13 +76,13 @@ class SlowMover:
         before = self._before.pop(move.key)
         ok = ok and before is not None
         if move.is_load and ok:
-            assert {self.device.kv[entry] for entry in self._entries(move)} == {LOST}, "written while it loads"
-            self.device.kv.update(zip(self._entries(move), before, strict=True))
+            assert {*self._read(move)} == {LOST}, "written while it loads"
+            self._write(move, before)
         elif not move.is_load and not ok and before is not None:
             if self.contents[move.target].get(move.content) == (before, move.key):
                 del self.contents[move.target][move.content]
         elif move.source == DEVICE and ok:
-            assert before == [self.device.kv.get(entry) for entry in self._entries(move)], "written while it is stored"
+            assert before == self._read(move), "written while it is stored"
         if ok:
             name = "loaded" if move.is_load else "stored" if move.source == DEVICE else "copied"
             self.counts[name] += 1
@@ -103,5 +110,16 @@ class SlowMover:
     def close(self):
         pass
 
+    def _pool(self, move):
+        return self.device.states if move.content.group == STATES else self.device.kv
+
     def _entries(self, move):
+        if move.content.group == STATES:
+            return [-1 - move.page]
         return [(move.page, offset) for offset in range(self.page_size)]
+
+    def _read(self, move):
+        return [self._pool(move).get(entry) for entry in self._entries(move)]
+
+    def _write(self, move, contents):
+        self._pool(move).update(zip(self._entries(move), contents, strict=True))

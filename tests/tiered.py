@@ -58,6 +58,7 @@ class Tiers:
     def schedule(self):
         choice = self.choice._replace(max_steps=self.max_steps)
         plan = self.scheduler.schedule(choice)
+        self.mover.keep_states(self.scheduler.take_kept_states())
         if plan is not None:
             self.digest = plan.digest(self.digest)
             self.in_flight.append((plan, self.device.run(plan)))

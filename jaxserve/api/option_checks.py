@@ -42,7 +42,6 @@ def _check_tiers(config: EngineConfig) -> None:
         ("enable_prefix_caching", config.enable_prefix_caching, True),
         ("enable_dp_attention", config.enable_dp_attention, False),
     )
-    _require_method(config, option, (None, "ngram"))  # the others keep keys and values of their own
 
 
 def _check_sparsity(config: EngineConfig) -> None:

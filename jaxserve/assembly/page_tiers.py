@@ -19,6 +19,7 @@ from jaxserve.execution.page_bytes import PageBytes
 from jaxserve.execution.page_media import DiskPages, HostPages, Medium
 from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.program_store import described
+from jaxserve.execution.proposer import PagedProposer
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.kv_forms import HeadVectors, MixedHeads
 from jaxserve.layers.sharding import tensor_size
@@ -41,7 +42,6 @@ def check_model(config: EngineConfig, arch: ArchConfig, *, is_distributed: bool)
         return
     on_disk = config.kv_offloading_path is not None
     for reason, is_true in (
-        ("needs a model without recurrent layers, whose states are not kept in lower tiers", arch.state is not None),
         ("is for models that generate, as pooling keeps no pages", arch.pooler is not None),
         ("is for runs of one process", is_distributed),
         ("needs file locks of Linux or macOS", on_disk and sys.platform == "win32"),
@@ -78,12 +78,12 @@ def build_movers(
 def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats, content: Callable[[], bytes]) -> PageMover:
     """Return the page mover of a runner, with its tiers."""
     lowering = runner.programs.lowering
-    page_bytes = new_page_bytes(lowering)
+    page_bytes, state_bytes = new_page_bytes(lowering), new_state_bytes(lowering)
     media: list[Medium] = []
     if config.kv_offloading_size:
-        media.append(
-            HostPages(_num_pages("kv_offloading_size", config.kv_offloading_size, page_bytes.host_size), stats)
-        )
+        state_pages = 1 if state_bytes is None else -(-state_bytes.host_size // page_bytes.host_size)
+        num_pages = _num_pages("kv_offloading_size", config.kv_offloading_size, page_bytes.host_size, state_pages)
+        media.append(HostPages(num_pages, stats, state_pages))
     if config.kv_offloading_path is not None:
         directory, size_gib = Path(config.kv_offloading_path), config.kv_offloading_disk_size
 
@@ -95,19 +95,30 @@ def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats, conte
                 raise ConfigError(
                     f"kv_offloading_path must be a directory that can be written, got {str(directory)!r}: {error}"
                 ) from error
-            _num_pages("kv_offloading_disk_size", size_gib, archive.slot_bytes)
+            state_pages = 1 if state_bytes is None else -(-state_bytes.size // page_bytes.size)
+            _num_pages("kv_offloading_disk_size", size_gib, archive.slot_bytes, state_pages)
             return archive
 
-        media.append(DiskPages(open_archive, page_bytes, stats))
+        media.append(DiskPages(open_archive, page_bytes, state_bytes, stats))
     return PageMover(runner, media, stats)
 
 
-def _num_pages(option: str, size_gib: float, page_bytes: int) -> int:
-    """Return the number of pages that fit an option's size; ConfigError if it is 0."""
+def _num_pages(option: str, size_gib: float, page_bytes: int, state_pages: int) -> int:
+    """Return the number of pages that fit an option's size; ConfigError if a page or state snapshot does not.
+
+    Args:
+        option: name of the option.
+        size_gib: its value.
+        page_bytes: bytes of a page.
+        state_pages: pages that take as many bytes as a state snapshot.
+    """
     num_pages = int(size_gib * 2**30) // page_bytes
-    if not num_pages:
+    if num_pages < state_pages:
+        content = "page" if state_pages == 1 else "state snapshot"
         raise ConfigError(
-            f"{option} must be at least one page of {page_bytes:,} bytes, got {size_gib} GiB; raise it", about=(option,)
+            f"{option} must be at least one {content} of {state_pages * page_bytes:,} bytes, got {size_gib} GiB; "
+            "raise it",
+            about=(option,),
         )
     return num_pages
 
@@ -115,18 +126,26 @@ def _num_pages(option: str, size_gib: float, page_bytes: int) -> int:
 def new_page_bytes(lowering: Lowering) -> PageBytes:
     """Return the conversion between pages in host memory and bytes on disk."""
     leaves, form = jax.tree.leaves(lowering.page_programs.abstract_page()), lowering.arch.kv_layout.pool
-    if not _is_canonical(lowering.arch) or not isinstance(form, HeadVectors):
+    if not _is_canonical(lowering) or not isinstance(form, HeadVectors):
         return PageBytes(leaves)
     num_heads, num_devices = form.num_kv_heads, tensor_size(lowering.mesh)
     return PageBytes(leaves, num_heads, math.lcm(num_heads, num_devices) // num_heads)
 
 
-def _is_canonical(arch: ArchConfig) -> bool:
-    """Return whether bytes are independent of devices and backend: not if layers differ in their KV heads.
+def new_state_bytes(lowering: Lowering) -> PageBytes | None:
+    """Return the conversion between state snapshots in host memory and bytes on disk; None without recurrent layers."""
+    programs = lowering.state_programs
+    return None if programs is None else PageBytes(jax.tree.leaves(programs.abstract_page()))
 
-    Pages then have the larger heads' layout, also if they hold vectors for smaller ones.
+
+def _is_canonical(lowering: Lowering) -> bool:
+    """Return whether bytes are independent of devices and backend.
+
+    They are not if layers differ in their KV heads: pages then have the larger heads' layout, also if they hold vectors
+    for smaller ones. A recurrent state has the order of its channels on each device, and a draft layer its own heads.
     """
-    return not isinstance(arch.kv_layout.pool, MixedHeads)
+    has_others = lowering.arch.state is not None or isinstance(lowering.proposer, PagedProposer)
+    return not (isinstance(lowering.arch.kv_layout.pool, MixedHeads) or has_others)
 
 
 def fingerprint(content: bytes, config: EngineConfig, lowering: Lowering) -> bytes:
@@ -143,6 +162,8 @@ def fingerprint(content: bytes, config: EngineConfig, lowering: Lowering) -> byt
     model = replace(arch, eos_ids=frozenset(), num_devices=1)  # host only: the ids
     rounding = storage_name(config, arch), config.activation_quantization, str(compute_dtype(config, arch))
     size = new_page_bytes(lowering).size
-    devices = None if _is_canonical(arch) else (lowering.backend, tensor_size(lowering.mesh))
-    parts = described((model, lowering.schedule.kv_groups, kv_dtype, rounding, size, devices)), content.hex()
+    draft = lowering.proposer.page_layout if isinstance(lowering.proposer, PagedProposer) else None
+    devices = None if _is_canonical(lowering) else (lowering.backend, tensor_size(lowering.mesh), draft)
+    groups = replace(lowering.schedule.kv_groups, num_snapshots=None)
+    parts = described((model, groups, kv_dtype, rounding, size, devices)), content.hex()
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).digest()

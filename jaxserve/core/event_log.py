@@ -135,13 +135,16 @@ def event_from_json(content: list[Any]) -> ReplicaEvent:
 
 def _tier_to_json(tier: StoredPages) -> list[Any]:
     """Return a tier's properties and content, in types that JSON has."""
-    return [tier.name, tier.num_pages, tier.outlives_device, [[group, content.hex()] for group, content in tier.keys]]
+    keys = [[group, content.hex()] for group, content in tier.keys]
+    return [tier.name, tier.num_pages, tier.outlives_device, keys, tier.state_pages]
 
 
-def _read_tier(name: str, num_pages: int, outlives_device: bool, keys: list[list[Any]]) -> StoredPages:
+def _read_tier(
+    name: str, num_pages: int, outlives_device: bool, keys: list[list[Any]], state_pages: int = 1
+) -> StoredPages:
     """Return the tier that `_tier_to_json` has written."""
     found = [PageKey(group, bytes.fromhex(content)) for group, content in keys]
-    return StoredPages(name, num_pages, found, outlives_device=outlives_device)
+    return StoredPages(name, num_pages, found, outlives_device=outlives_device, state_pages=state_pages)
 
 
 def _field_to_json(field: Any) -> Any:

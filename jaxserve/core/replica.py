@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,6 +29,7 @@ from jaxserve.core.step_chooser import StepChooser
 from jaxserve.core.step_stats import InFlight, StepStatsWriter
 from jaxserve.scheduling.executor_protocol import Executor, StepResult
 from jaxserve.scheduling.kv_cache.page_events import PageEvents
+from jaxserve.scheduling.kv_cache.pages import STATES
 from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
@@ -187,8 +189,14 @@ class Replica:
         tiers = [tier for tier in self._tiers if tier.outlives_device]
         hashes = PrefixHashes(groups.page_size).prompt_pages(token_ids, salt.encode(errors="surrogatepass"))
         group = groups.full[0] if groups.full else 0
-        stored = takewhile(lambda page_hash: any(PageKey(group, page_hash) in tier for tier in tiers), hashes)
-        return groups.page_size * len([*stored])
+
+        def is_stored(group: int, page_hash: bytes) -> bool:
+            return any(PageKey(group, page_hash) in tier for tier in tiers)
+
+        stored = [*takewhile(partial(is_stored, group), hashes)]
+        while groups.num_snapshots is not None and stored and not is_stored(STATES, stored[-1]):
+            stored.pop()
+        return groups.page_size * len(stored)
 
     def withdraw(self) -> list[Request]:
         """Remove and return, in order, the waiting requests whose tokens are all known."""
@@ -219,6 +227,8 @@ class Replica:
         if self.mover is not None and self.scheduler.num_waiting:
             choice = choice._replace(loads=self._load_costs(self.mover))
         plan = self.scheduler.schedule(choice)
+        if self.mover is not None:
+            self.mover.keep_states(self.scheduler.take_kept_states())
         self._is_stuck = plan is None
         program = None if plan is None else self.executor.fit(plan.shape)
         if plan is not None and self._record is not None:

@@ -24,7 +24,8 @@ from jaxserve.execution.batch import (
 )
 from jaxserve.execution.compaction import Compact, make_compact
 from jaxserve.execution.encoder_program import abstract_inputs, encoder_buckets, make_encode
-from jaxserve.execution.page_programs import PagePrograms
+from jaxserve.execution.moved_pools import kv_pools, state_pools
+from jaxserve.execution.page_programs import MOVED_STATES, KVLayout, PageProgram, PagePrograms
 from jaxserve.execution.pooling_program import make_pooling_step
 from jaxserve.execution.proposer import Observer, Proposer
 from jaxserve.execution.round import Model
@@ -33,6 +34,7 @@ from jaxserve.execution.state import (
     abstract_slot_row,
     abstract_state,
     copy_pages,
+    copy_state,
     new_state,
 )
 from jaxserve.execution.step import (
@@ -286,16 +288,35 @@ class Lowering:
 
     def page_movers(self) -> dict[str, Lower]:
         """Return functions that trace and lower the programs that copy pages from and to the pool, by name."""
+        programs = self.page_programs.by_name()
+        if self.state_programs is not None:
+            programs |= self.state_programs.by_name() | {"keep_state": self._keep_state()}
         return {
             name: partial(self._trace, each.program, each.args, donated=each.donated, out_shardings=each.results)
-            for name, each in self.page_programs.by_name().items()
+            for name, each in programs.items()
         }
 
     @property
     def page_programs(self) -> PagePrograms:
-        """The programs that copy pages from and to the pool."""
-        kind = self.arch.local(tensor_size(self.mesh)).kv_layout.pool.kind
-        return PagePrograms(self.abstract_state.kv_pages, self.backend, kind, self.mesh, self.chip)
+        """The programs that copy KV pages from and to their pools."""
+        layout = KVLayout(self.backend, self.arch.local(tensor_size(self.mesh)).kv_layout.pool.kind)
+        pools = kv_pools(self.abstract_state, layout, self.proposer)
+        return PagePrograms("pages", pools, self.mesh, chip=self.chip)
+
+    @property
+    def state_programs(self) -> PagePrograms | None:
+        """The programs that copy state snapshots from and to their pool; None without recurrent layers."""
+        if self.arch.state is None:
+            return None
+        return PagePrograms("states", state_pools(self.abstract_state), self.mesh, MOVED_STATES, self.chip)
+
+    def _keep_state(self) -> PageProgram:
+        """Return the program that copies a state in the pool to another entry."""
+        states, program = self.abstract_state.states, copy_state
+        args = states, self._operand((2,), jnp.int32)
+        if self.mesh is not None:
+            program = over_devices(program, self.mesh, args, specs_of(states))
+        return PageProgram(program, args, 0, None)
 
     def _lower(
         self,

@@ -19,7 +19,8 @@ import jax
 from jaxserve.api.metrics import EngineStats
 from jaxserve.errors import ConfigError
 from jaxserve.execution.page_bytes import Page, PageBytes
-from jaxserve.scheduling.kv_cache.page_archive import PageArchive
+from jaxserve.scheduling.kv_cache.page_archive import PageArchive, SlicedArchive
+from jaxserve.scheduling.kv_cache.pages import STATES
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 
 logger = logging.getLogger(__name__)
@@ -80,15 +81,16 @@ class HostPages:
     Args:
         num_pages: capacity.
         stats: totals to which pages are added.
+        state_pages: pages that take as many bytes as a state snapshot.
     """
 
-    def __init__(self, num_pages: int, stats: EngineStats) -> None:
-        self._num_pages, self._stats = num_pages, stats
+    def __init__(self, num_pages: int, stats: EngineStats, state_pages: int = 1) -> None:
+        self._num_pages, self._stats, self._state_pages = num_pages, stats, state_pages
         self._pages: dict[PageKey, Page] = {}
 
     def new_tier(self) -> StoredPages:
         """Return an empty index."""
-        return StoredPages("host", self._num_pages)
+        return StoredPages("host", self._num_pages, state_pages=self._state_pages)
 
     def put(self, key: PageKey, page: Page, done: Callable[[bool], None]) -> bool:
         """Keep a page."""
@@ -136,12 +138,17 @@ class DiskPages:
     Args:
         open_archive: opens the file of the weights in use.
         page_bytes: conversion of pages.
+        state_bytes: conversion of state snapshots; None without recurrent layers.
         stats: totals to which pages are added.
     """
 
-    def __init__(self, open_archive: OpenArchive, page_bytes: PageBytes, stats: EngineStats) -> None:
+    def __init__(
+        self, open_archive: OpenArchive, page_bytes: PageBytes, state_bytes: PageBytes | None, stats: EngineStats
+    ) -> None:
         self._open_archive, self._page_bytes, self._stats = open_archive, page_bytes, stats
+        self._state_bytes = state_bytes
         self._archive = open_archive()
+        self._sliced = self._slice()
         self._unwritten: dict[PageKey, Page] = {}  # pages that wait for the file
         self._reads: deque[Callable[[], None]] = deque()
         self._changes: deque[Callable[[], None]] = deque()
@@ -150,7 +157,8 @@ class DiskPages:
 
     def new_tier(self) -> StoredPages:
         """Return an index of the pages that an earlier engine has left."""
-        return StoredPages("disk", self._archive.num_slots, self._archive.keys, outlives_device=True)
+        num_slots, state_pages = self._archive.num_slots, self._sliced.num_slices
+        return StoredPages("disk", num_slots, self._sliced.keys, outlives_device=True, state_pages=state_pages)
 
     def put(self, key: PageKey, page: Page, done: Callable[[bool], None]) -> bool:
         """Have the thread write a page."""
@@ -173,7 +181,7 @@ class DiskPages:
 
     def delete(self, key: PageKey) -> None:
         """Have the thread delete a page."""
-        self._submit(self._changes, lambda: self._archive.delete(key))
+        self._submit(self._changes, lambda: self._sliced.delete(key))
 
     def clear(self) -> None:
         """Have the thread empty the file."""
@@ -221,7 +229,7 @@ class DiskPages:
     def _write(self, key: PageKey, page: Page) -> bool:
         """Write a page to the file; return whether it can be read."""
         try:
-            is_stored = self._archive.write(key, self._page_bytes.pack(page))
+            is_stored = self._sliced.write(key, self._bytes_of(key).pack(page))
         except jax.errors.JaxRuntimeError:  # of the step that should have written the page
             is_stored = False
         if self._unwritten.get(key) is page:
@@ -234,12 +242,12 @@ class DiskPages:
         """Read a page from the file; return None if it is lost."""
         num_corrupt = self._archive.num_corrupt
         started_s = time.monotonic()
-        content = self._archive.read(key)
+        content = self._sliced.read(key)
         self._measured_s = time.monotonic()
         self._read_s += (self._measured_s - started_s - self._read_s) * (NEW_FRACTION if self._read_s else 1)
         with _counting:
             self._stats.num_corrupt_pages += self._archive.num_corrupt - num_corrupt
-        return None if content is None else self._page_bytes.unpack(content)
+        return None if content is None else self._bytes_of(key).unpack(content)
 
     def _reopen(self) -> None:
         """Continue with an empty file for the weights in use; without it, no page is kept."""
@@ -250,6 +258,15 @@ class DiskPages:
             logger.warning("no KV pages are kept on disk: %s", error)
         else:
             self._archive.clear()
+            self._sliced = self._slice()
+
+    def _slice(self) -> SlicedArchive:
+        """Return the archive with slices of state snapshots."""
+        return SlicedArchive(self._archive, 0 if self._state_bytes is None else self._state_bytes.size)
+
+    def _bytes_of(self, key: PageKey) -> PageBytes:
+        """Return the conversion of a page or state snapshot."""
+        return self._page_bytes if key.group != STATES or self._state_bytes is None else self._state_bytes
 
 
 def _is_whole(page: Page) -> bool:

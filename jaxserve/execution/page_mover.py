@@ -13,26 +13,24 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxserve.api.metrics import EngineStats
+from jaxserve.execution.moved_pools import MovedPools, kv_access, state_access
 from jaxserve.execution.page_bytes import Page
 from jaxserve.execution.page_media import Medium
-from jaxserve.execution.page_programs import MOVED_PAGES
+from jaxserve.execution.page_programs import MOVED_PAGES, MOVED_STATES
 from jaxserve.execution.runner import Runner
 from jaxserve.scheduling.kv_cache.stored_pages import StoredPages
 from jaxserve.scheduling.kv_cache.transfers import DEVICE, Deletion, EndedMoves, Move, Requested
 
 logger = logging.getLogger(__name__)
-
-_Item = TypeVar("_Item")
 
 
 class PageMover:
@@ -46,8 +44,11 @@ class PageMover:
 
     def __init__(self, runner: Runner, media: Sequence[Medium], stats: EngineStats) -> None:
         self._runner, self._media, self._stats = runner, media, stats
-        self._programs = runner.programs.compile_page_movers()
-        self._structure = jax.tree.structure(runner.programs.lowering.abstract_state.kv_pages)
+        programs, lowering = runner.programs.compile_page_movers(), runner.programs.lowering
+        self._kv = MovedPools("pages", kv_access(lowering.proposer), programs, MOVED_PAGES)
+        self._num_slots = lowering.schedule.max_num_seqs  # whose states come before the snapshots
+        self._states = MovedPools("states", state_access(), programs, MOVED_STATES, self._num_slots)
+        self._keep_state = programs.get("keep_state")
         self._is_cleared = False  # all media were emptied, and the weights may be others now
         self._is_closed = False
         self._loading: dict[int, Move] = {}  # by key
@@ -59,6 +60,15 @@ class PageMover:
     def new_tiers(self) -> list[StoredPages]:
         """Return the scheduler's indices of the media's pages."""
         return [medium.new_tier() for medium in self._media]
+
+    def keep_states(self, kept: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of rows that a plan has swapped out, as (slot, page), before its step."""
+        for slot, page in kept:
+            state = self._runner.state
+            assert state is not None, "rows have a state"
+            assert self._keep_state is not None, "only recurrent layers have states"
+            entries = np.array([slot, self._num_slots + page], np.int32)
+            self._runner.state = replace(state, states=self._keep_state(state.states, entries))
 
     def start_moves(self, requested: Requested) -> None:
         """Start the work that the scheduler requested while a plan was made; call it after the plan's step."""
@@ -93,18 +103,22 @@ class PageMover:
 
     def _measure(self) -> float:
         """Return the time to copy a page to the device, after first runs of both programs; the pool is not changed."""
-        size = MOVED_PAGES[-1]
-        ids, seconds = np.zeros(size, np.int32), 0.0
+        size, seconds = MOVED_PAGES[-1], 0.0
+        ids = [0] * size
         for _ in range(2):
-            state = self._runner.state
-            if state is None:
+            if self._runner.state is None:
                 break
-            pages = jax.block_until_ready(self._programs[f"gather_pages {size}"](state.kv_pages, ids))
+            pages = jax.block_until_ready(self._kv.gather(self._runner.state, ids, size))
             started_s = time.perf_counter()
-            pool = self._programs[f"scatter_pages {size}"](state.kv_pages, ids, pages)
-            self._runner.state = replace(state, kv_pages=jax.block_until_ready(pool))
+            self._runner.state = self._kv.scatter(self._runner.state, ids, pages, size)
+            jax.block_until_ready(self._kv.access.read(self._runner.state))
             seconds = time.perf_counter() - started_s
         return seconds / size
+
+    def _by_pools(self, moves: Sequence[Move]) -> list[tuple[MovedPools, list[Move]]]:
+        """Return the pools, and the moves of their pages."""
+        states, pages = ([move for move in moves if move.is_state is each] for each in (True, False))
+        return [(self._kv, pages), (self._states, states)]
 
     def _medium(self, tier: int) -> Medium:
         """Return the medium of a lower tier."""
@@ -115,13 +129,14 @@ class PageMover:
         if self._runner.state is None:
             return {}
         gathered: dict[int, Page] = {}
-        for size, batch in _batches(moves):
-            try:
-                pages = self._programs[f"gather_pages {size}"](self._runner.state.kv_pages, self._ids(batch, size))
-            except jax.errors.JaxRuntimeError as error:  # no memory for the copies; the pool is unchanged
-                logger.debug("pages are not stored: %s", error)
-                break
-            gathered |= {move.key: jax.tree.leaves(page) for move, page in zip(batch, pages, strict=False)}
+        for pools, of_pools in self._by_pools(moves):
+            for size, batch in pools.batches(of_pools):
+                try:
+                    pages = pools.gather(self._runner.state, [move.page for move in batch], size)
+                except jax.errors.JaxRuntimeError as error:  # no memory for the copies; the pools are unchanged
+                    logger.debug("pages are not stored: %s", error)
+                    return gathered
+                gathered |= zip([move.key for move in batch], pages, strict=True)
         return gathered
 
     def _store(self, move: Move, page: Page | None) -> None:
@@ -153,30 +168,18 @@ class PageMover:
         for move, ok in _taken(self._copied):
             self._end([move], ok=ok)
         read = [(move, page) for move, page in _taken(self._read) if self._loading.pop(move.key, None) is not None]
-        whole = [(move, page) for move, page in read if page is not None and self._runner.state is not None]
-        for size, batch in _batches(whole):
-            self._load(batch, size)
-        loaded = {move.key for move, _ in whole}
-        self._end([move for move, _ in whole], ok=True)
-        self._end([move for move, _ in read if move.key not in loaded], ok=False)
+        whole = {move: page for move, page in read if page is not None and self._runner.state is not None}
+        for pools, moves in self._by_pools([*whole]):
+            for size, batch in pools.batches(moves):
+                state = self._runner.state
+                assert state is not None, "pages for a state that sleeps are dropped"
+                contents = [whole[move] for move in batch]
+                self._runner.state = pools.scatter(state, [move.page for move in batch], contents, size)
+                self._stats.num_loaded_pages += len(batch)
+        self._end([*whole], ok=True)
+        self._end([move for move, _ in read if move not in whole], ok=False)
         ended, self._ended = self._ended, []
         return ended
-
-    def _load(self, read: Sequence[tuple[Move, Page]], size: int) -> None:
-        """Dispatch the copies of up to `size` pages to the pool."""
-        pages = [jax.tree.unflatten(self._structure, page) for _, page in read]
-        pages += pages[-1:] * (size - len(pages))
-        state = self._runner.state
-        assert state is not None, "pages for a state that sleeps are dropped"
-        ids = self._ids([move for move, _ in read], size)
-        pool = self._programs[f"scatter_pages {size}"](state.kv_pages, ids, tuple(pages))
-        self._runner.state = replace(state, kv_pages=pool)
-        self._stats.num_loaded_pages += len(read)
-
-    def _ids(self, moves: Sequence[Move], size: int) -> NDArray[np.int32]:
-        """Return the device pages of some moves, the last one repeatedly."""
-        pages = [move.page for move in moves]
-        return np.array(pages + pages[-1:] * (size - len(pages)), np.int32)
 
     def sync(self) -> None:
         """Write the pages stored so far durably; callable from any thread."""
@@ -195,17 +198,6 @@ class PageMover:
         self._is_closed = True
         for medium in self._media:
             medium.close()
-
-
-def _batches(items: Sequence[_Item]) -> Iterator[tuple[int, Sequence[_Item]]]:
-    """Split items into batches for one program each, with the number of pages that it copies."""
-    start = 0
-    while start < len(items):
-        num_left = len(items) - start
-        size = next((size for size in MOVED_PAGES if size // 2 < num_left <= size), MOVED_PAGES[0])
-        size = max([size, *(each for each in MOVED_PAGES if each <= num_left)])
-        yield size, items[start : start + size]
-        start += size
 
 
 def _taken(items: deque[Any]) -> list[Any]:

@@ -1,16 +1,16 @@
-"""Programs that copy pages between the pool and host memory.
+"""Programs that copy pages between pools and host memory.
 
-A page in host memory has an array for each leaf in the pool, without the axis that counts pages. It has the canonical
+A page in host memory has an array for each leaf in its pools, without the axis that counts pages. It has the canonical
 layout, so its bytes do not depend on the attention backend, and on the number of devices only if these copy KV heads.
 Its memory is pinned, so that the device copies it without the host's help.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxserve.pallas_kernels.deviceless import HOST_MEMORY, Chip
 from jaxserve.pallas_kernels.ragged_paged_attention import KVKind
 
 MOVED_PAGES = (1, 4, 16)  # numbers of pages for which there are programs
+MOVED_STATES = (1,)  # the same for state snapshots, which are large
 
 
 class PageProgram(NamedTuple):
@@ -41,95 +42,171 @@ class PageProgram(NamedTuple):
     results: Any
 
 
-@dataclass(frozen=True, eq=False)
-class PagePrograms:
-    """The programs that copy pages of a pool.
+@runtime_checkable
+class PageLayout(Protocol):
+    """Layout of a pool's pages."""
+
+    def to_canonical(self, page: Any) -> Any:
+        """Return a page, with an axis for a single one, in the canonical layout."""
+
+    def from_canonical(self, page: Any) -> Any:
+        """Return a canonical page in the pool's layout."""
+
+    def page_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Return how devices divide a canonical page, without that axis, given how they divide the pool."""
+
+
+@dataclass(frozen=True)
+class KVLayout(PageLayout):
+    """Layout of keys and values.
 
     Attributes:
-        pool: shapes and dtypes of the pool's arrays; with a mesh, shardings too.
-        backend: attention backend, which determines the pool's layout.
+        backend: attention backend.
         kind: vectors that a device stores for a token.
-        mesh: mesh over which the pool is split; None for a single device.
+    """
+
+    backend: str
+    kind: KVKind
+
+    def to_canonical(self, page: Pool) -> Pool:
+        """Convert from the backend's layout."""
+        return to_canonical(self.backend, page, self.kind)
+
+    def from_canonical(self, page: Pool) -> Pool:
+        """Convert to the backend's layout."""
+        return from_canonical(self.backend, page)
+
+    def page_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Divide the heads, the third axis, or nothing."""
+        layers, _, *others = spec or (None, None)
+        return PartitionSpec(layers, None, *(axes for axes in others if axes is not None))
+
+
+class StateLayout(PageLayout):
+    """Layout of recurrent states, the same in all backends."""
+
+    def to_canonical(self, page: Any) -> Any:
+        """Return the page."""
+        return page
+
+    def from_canonical(self, page: Any) -> Any:
+        """Return the page."""
+        return page
+
+    def page_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """Divide the same axis."""
+        layers, _, *others = spec or (None, None)
+        return PartitionSpec(layers, *others)
+
+
+class PagedPool(NamedTuple):
+    """Pool whose pages move.
+
+    Attributes:
+        arrays: its arrays, or their shapes and dtypes; with a mesh, shardings too. Pages are on axis 1.
+        layout: layout of its pages.
+    """
+
+    arrays: Any
+    layout: PageLayout
+
+
+@dataclass(frozen=True, eq=False)
+class PagePrograms:
+    """The programs that copy pages of pools with the same page ids.
+
+    Attributes:
+        name: name of the pages.
+        pools: the pools.
+        mesh: mesh over which pools are split; None for a single device.
+        counts: numbers of pages for which there are programs.
         chip: chip to compile for without the hardware.
     """
 
-    pool: Any
-    backend: str
-    kind: KVKind
+    name: str
+    pools: Sequence[PagedPool]
     mesh: Mesh | None
+    counts: Sequence[int] = MOVED_PAGES
     chip: Chip | None = None
 
     def by_name(self) -> dict[str, PageProgram]:
-        """Return the programs that copy as many pages as each number in MOVED_PAGES, by name."""
-        programs = {}
-        for count in MOVED_PAGES:
+        """Return the programs that copy as many pages as each of the counts, by name."""
+        programs, pools = {}, self._arrays
+        for count in self.counts:
             ids, pages = self._ids(count), (self.abstract_page(),) * count
             gather, scatter = self._gather, self._scatter
             if self.mesh is not None:
-                gather = over_devices(gather, self.mesh, (self.pool, ids), specs_of(pages))
-                scatter = over_devices(scatter, self.mesh, (self.pool, ids, pages), specs_of(self.pool))
+                gather = over_devices(gather, self.mesh, (pools, ids), specs_of(pages))
+                scatter = over_devices(scatter, self.mesh, (pools, ids, pages), specs_of(pools))
             shardings = jax.tree.map(lambda leaf: leaf.sharding, pages)
-            programs[f"gather_pages {count}"] = PageProgram(gather, (self.pool, ids), None, shardings)
-            programs[f"scatter_pages {count}"] = PageProgram(_from_host(scatter), (self.pool, ids, pages), 0, None)
+            programs[f"gather_{self.name} {count}"] = PageProgram(gather, (pools, ids), None, shardings)
+            programs[f"scatter_{self.name} {count}"] = PageProgram(_from_host(scatter), (pools, ids, pages), 0, None)
         return programs
 
-    def abstract_page(self) -> Any:
-        """Return shapes, dtypes and shardings of a page in host memory."""
+    def abstract_page(self) -> tuple[Any, ...]:
+        """Return shapes, dtypes and shardings of a page's parts in host memory, one for each pool."""
         gather, ids = self._gather, self._ids(1)
+        specs = tuple(jax.tree.map(partial(self._spec, pool.layout), pool.arrays) for pool in self.pools)
         if self.mesh is not None:
-            specs = jax.tree.map(self._spec, self.pool)
-            gather = over_devices(gather, self.mesh, (self.pool, ids), (specs,))
-        (page,) = jax.eval_shape(gather, self.pool, ids)
-        return jax.tree.map(
-            lambda leaf, page: jax.ShapeDtypeStruct(page.shape, page.dtype, sharding=self._sharding(leaf)),
-            self.pool,
-            page,
+            gather = over_devices(gather, self.mesh, (self._arrays, ids), (specs,))
+        (page,) = jax.eval_shape(gather, self._arrays, ids)
+        parts: tuple[Any, ...] = jax.tree.map(
+            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding(spec)), page, specs
         )
+        return parts
+
+    @property
+    def _arrays(self) -> tuple[Any, ...]:
+        """Shapes and dtypes of the pools' arrays."""
+        return tuple(pool.arrays for pool in self.pools)
 
     def _ids(self, count: int) -> jax.ShapeDtypeStruct:
         """Return shape, dtype and sharding of page ids."""
         return jax.ShapeDtypeStruct((count,), jnp.int32, sharding=replicated(self.mesh) if self.mesh else None)
 
-    def _sharding(self, leaf: jax.ShapeDtypeStruct) -> Sharding:
+    def _sharding(self, spec: PartitionSpec) -> Sharding:
         """Return the sharding of a page's part in a pool leaf."""
         if self.mesh is not None:
-            return NamedSharding(self.mesh, self._spec(leaf), memory_kind=HOST_MEMORY)
+            return NamedSharding(self.mesh, spec, memory_kind=HOST_MEMORY)
         device = jax.devices()[0] if self.chip is None else self.chip.devices("1x1x1")[0]
         return SingleDeviceSharding(device, memory_kind=HOST_MEMORY)
 
-    def _spec(self, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-        """Return how devices divide a page's part in a pool leaf: by the heads, the third axis, or not at all."""
+    def _spec(self, layout: PageLayout, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+        """Return how devices divide a page's part in a pool leaf."""
+        if self.mesh is None:
+            return PartitionSpec()
         assert isinstance(leaf.sharding, NamedSharding), "a pool that is split has shardings"
-        layers, _, *others = leaf.sharding.spec or (None, None)
-        return PartitionSpec(layers, None, *(axes for axes in others if axes is not None))
+        return layout.page_spec(leaf.sharding.spec)
 
-    def _gather(self, kv_pages: Pool, ids: Int[Array, " E"]) -> tuple[Pool, ...]:
+    def _gather(self, pools: tuple[Any, ...], ids: Int[Array, " E"]) -> tuple[tuple[Any, ...], ...]:
         """Return copies of some pages."""
 
-        def read(index: Array) -> Pool:
+        def read(index: Array) -> tuple[Any, ...]:
             # A gather along the second axis would make XLA for TPUs copy the pool, and so would another byte layout.
-            page = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1), kv_pages)
-            page = to_canonical(self.backend, jax.lax.optimization_barrier(page), self.kind)
-            return jax.tree.map(lambda leaf: _to_words(leaf[:, 0]), page)
+            page = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, axis=1), pools)
+            page = jax.lax.optimization_barrier(page)
+            parts = [pool.layout.to_canonical(part) for pool, part in zip(self.pools, page, strict=True)]
+            return tuple(jax.tree.map(lambda leaf: _to_words(leaf[:, 0]), part) for part in parts)
 
         return tuple(map(read, jnp.unstack(ids)))
 
-    def _scatter(self, kv_pages: Pool, ids: Int[Array, " E"], pages: tuple[Pool, ...]) -> Pool:
-        """Write pages, as from `_gather`, to a donated pool and return it."""
-        first = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0], 1, *leaf.shape[2:]), leaf.dtype), kv_pages
+    def _scatter(self, pools: tuple[Any, ...], ids: Int[Array, " E"], pages: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Write pages, as from `_gather`, to donated pools and return these."""
+        first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0], 1, *leaf.shape[2:]), leaf.dtype), pools)
+        canonical = tuple(
+            jax.eval_shape(pool.layout.to_canonical, part) for pool, part in zip(self.pools, first, strict=True)
         )
-        canonical = jax.eval_shape(partial(to_canonical, self.backend, kind=self.kind), first)
 
         def write(index: Array, leaf: Array, part: Array) -> Array:
             return jax.lax.dynamic_update_slice_in_dim(leaf, part, index, axis=1)
 
         for index, content in zip(jnp.unstack(ids), pages, strict=True):
             # One page after the other, whose temporary arrays then take the same memory.
-            kv_pages, words = jax.lax.optimization_barrier((kv_pages, content))
-            page = from_canonical(self.backend, jax.tree.map(_from_words, words, canonical))
-            kv_pages = jax.tree.map(partial(write, index), kv_pages, page)
-        return kv_pages
+            pools, words = jax.lax.optimization_barrier((pools, content))
+            parts = jax.tree.map(_from_words, words, canonical)
+            page = tuple(pool.layout.from_canonical(part) for pool, part in zip(self.pools, parts, strict=True))
+            pools = jax.tree.map(partial(write, index), pools, page)
+        return pools
 
 
 def _to_words(page: Array) -> Array:
@@ -146,10 +223,10 @@ def _from_words(page: Array, leaf: jax.ShapeDtypeStruct) -> Array:
     return page.reshape(leaf.shape)
 
 
-def _from_host(scatter: Callable[..., Pool]) -> Callable[..., Pool]:
+def _from_host(scatter: Callable[..., Any]) -> Callable[..., Any]:
     """Return a program that first copies the pages from host memory to the devices."""
 
-    def program(kv_pages: Pool, ids: Int[Array, " E"], pages: tuple[Pool, ...]) -> Pool:
-        return scatter(kv_pages, ids, jax.device_put(pages, jax.memory.Space.Device))
+    def program(pools: tuple[Any, ...], ids: Int[Array, " E"], pages: tuple[Any, ...]) -> Any:
+        return scatter(pools, ids, jax.device_put(pages, jax.memory.Space.Device))
 
     return program

@@ -27,7 +27,7 @@ Shapes = Sequence[StepShape]
 # programs that allocate the state or write to it
 _WRITERS = (
     *("new_state", "admit", "set_adapter", "copy_pages", "set_slot", "set_masks"),
-    *("gather_pages", "scatter_pages"),
+    *("gather_pages", "scatter_pages", "gather_states", "scatter_states", "keep_state"),
 )
 _POLL_S = 0.01
 _REPORT_S = 5.0  # time between log lines while the caller waits
@@ -179,7 +179,7 @@ class Programs:
 
     def _get(self, name: str, lower: Lower) -> Compiled:
         """Load the program called `name`, or lower, compile and store it."""
-        is_writer = name in _WRITERS
+        is_writer = name.split(maxsplit=1)[0] in _WRITERS
 
         def compile_now() -> Compiled:
             # On a CPU, XLA's newer code generator takes one and a half times as long for writers, too.

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxserve.execution.page_programs import PageLayout
 from jaxserve.execution.rows import Rows
 from jaxserve.execution.state import ServeState
 from jaxserve.models.params import Params
@@ -121,6 +122,15 @@ class Proposer(Protocol):
             drafts: proposed tokens.
             path: node taken by each row at each depth, node 0 first; the depth itself after its end.
         """
+
+
+@runtime_checkable
+class PagedProposer(Proposer, Protocol):
+    """Proposer whose state has a pool, `kv_pages`, with entries that later requests with the same prefix use."""
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """Layout of that pool's pages."""
 
 
 @runtime_checkable

@@ -256,6 +256,17 @@ def copy_pages(kv_pages: Pool, blob: Int[Array, "2 E"], axis: str | None = None)
     return jax.tree.map(lambda x: x.at[:, target].set(x.at[:, source].get(mode="clip"), mode="drop"), kv_pages)
 
 
+def copy_state(states: Any, entries: Int[Array, "2"]) -> Any:
+    """Return a pool of recurrent states, to be donated, with the first entry copied to the second one."""
+    source, target = entries
+
+    def copy(leaf: Array) -> Array:
+        entry = lax.dynamic_index_in_dim(leaf, source, axis=1)
+        return lax.dynamic_update_slice_in_dim(leaf, entry, target, axis=1)
+
+    return jax.tree.map(copy, states)
+
+
 def set_pages(sequences: Sequences, entries: PageEntries) -> Sequences:
     """Return the sequences with new page table entries."""
     table = sequences.page_table.at[entries.row, entries.column].set(entries.page, **DROPPED)

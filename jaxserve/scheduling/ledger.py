@@ -90,6 +90,7 @@ class Ledger:
         self.count(request, -1)
         self.waiting.remove(request)
         self.store.abandon(request)
+        self.store.drop_tail(request)
         request.has_failed, request.num_kept_tokens = False, 0
         request.loaded_blocks.clear()
 
@@ -137,7 +138,7 @@ class Ledger:
 
         Args:
             request: running request.
-            keep: True to swap it out: also cache its last page, partly filled, so that it can continue from there.
+            keep: True to swap it out: also cache its last page, partly filled, and its recurrent layers' state.
         """
         self.waiting.stopped(request)
         del self.running[request.request_id]
@@ -167,6 +168,7 @@ class Ledger:
         request.num_tokens_when_preempted = request.num_tokens
         self.waiting.put_back(request)  # first, so that its tenant does not become idle meanwhile
         self.stop(request, keep=self.store.has_tiers)
+        request.quiet_outputs = 0  # each token is reviewed: the last one settles the tail
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         request.num_shared_tokens = 0
@@ -306,7 +308,7 @@ class Ledger:
 
     def cached_pages(self, request: Request) -> list[int]:
         """Return the pages of a waiting request's cached prefix; empty if the request must compute its whole prompt."""
-        return self.store.match(request) if request.read_prefix_cache else []
+        return self.store.index.match(request) if request.read_prefix_cache else []
 
     def num_pages_taken(self, request: Request, num_expected: int = 0) -> int:
         """Return the number of free pages that starting a request takes: new pages, and cached ones without an owner.
@@ -350,6 +352,9 @@ class Ledger:
             for page in request.pages:
                 if page != RELEASED:
                     owners[page] = owners.get(page, 0) + 1
+        for page in [page for request in self.waiting if request.tail for page in request.tail.pages]:
+            if page != RELEASED:
+                owners[page] = owners.get(page, 0) + 1
         self.store.check_integrity(owners, loading)
         assert self.num_prefill_tokens == sum(num_remaining(r) - 1 for r in self.running.values())
         assert self.num_growing == sum(map(self.can_grow, self.running.values()))

@@ -166,7 +166,7 @@ class PrefillPlanner:
             num_tokens = next((each for each in (request.branch_tokens, last) if start < each <= stop), None)
             if num_tokens is None or request in ledger.store.unshared:
                 continue
-            entry = states.take(ledger.store.hashes(request)[num_tokens // ledger.page_size - 1])
+            entry = states.take(ledger.store.index.hashes(request)[num_tokens // ledger.page_size - 1])
             if entry is not None:
                 plan.snapshots.append((row, num_tokens - start, entry))
 

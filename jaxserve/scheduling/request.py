@@ -6,7 +6,7 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol, TypeVar, get_type_hints, runtime_checkable
+from typing import Annotated, NamedTuple, Protocol, TypeVar, get_type_hints, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,20 @@ class Constraint(Protocol):
 
     def again(self) -> Constraint:
         """Return a new constraint of the same kind, for an empty output."""
+
+
+class Tail(NamedTuple):
+    """Last computed part of a request that was swapped out, until all its tokens are known.
+
+    Attributes:
+        first_block: index of its first block.
+        pages: its pages, block by block.
+        state: page that gets the state of recurrent layers; None without one.
+    """
+
+    first_block: int
+    pages: Sequence[int] = ()
+    state: int | None = None
 
 
 T = TypeVar("T")
@@ -129,6 +143,7 @@ class Request:
         default_factory=dict
     )  # tier of each block loaded for it; empty unless waiting
     num_kept_tokens: int = 0  # tokens computed when it was swapped out; 0 unless waiting since
+    tail: Tail | None = None  # pages that it keeps after it was swapped out; None unless waiting since
     branch_tokens: int = 0  # length of the prefix shared with others that has no state snapshot yet; otherwise 0
 
     @property

@@ -311,8 +311,13 @@ def resolve_schedule(
 
 
 def default_snapshots(config: EngineConfig, max_num_seqs: int) -> int:
-    """Return the number of state snapshots to keep: one per two sequences; none without prefix caching."""
-    return max(1, max_num_seqs // 2) if config.enable_prefix_caching else 0
+    """Return the number of state snapshots to keep: one per two sequences; none without prefix caching.
+
+    With lower tiers, one per sequence, so that each row can be swapped out.
+    """
+    if not config.enable_prefix_caching:
+        return 0
+    return max_num_seqs if config.offloading_option else max(1, max_num_seqs // 2)
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:

@@ -282,6 +282,10 @@ class Scheduler:
         """True if page moves were requested that have not started; callable from any thread."""
         return self._transfers.has_requested
 
+    def take_kept_states(self) -> list[tuple[int, int]]:
+        """Return the copies of recurrent states, as (slot, page), that must precede the step planned last."""
+        return self._transfers.take_kept_states()
+
     def take_moves(self) -> Requested:
         """Return the page moves requested since the last call; they start after the step that was planned meanwhile."""
         return self._transfers.take_requested()

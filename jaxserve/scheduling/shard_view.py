@@ -89,7 +89,7 @@ class ShardView:
 
     def prefix(self, request: Request) -> Prefix:
         """Return a request's sampled prefixes of whole pages, which other requests may share."""
-        page_size, hashes = self._ledger.page_size, self._ledger.store.hashes(request)
+        page_size, hashes = self._ledger.page_size, self._ledger.store.index.hashes(request)
         return Prefix.from_hashes(hashes, page_size, (request.num_known_tokens - 1) // page_size)
 
     def _num_pages_left(self) -> int:

@@ -128,8 +128,8 @@ class StartPlanner:
             request: waiting request.
             num_kept: number of pages that must stay free.
         """
-        wanted = self._ledger.store.pages_below(request)
-        return bool(wanted) and not self._ledger.store.load(request, wanted, num_kept)
+        prefix = self._ledger.store.prefix_below(request)
+        return prefix is not None and not self._ledger.store.load(request, prefix, num_kept)
 
     def _is_held(self, request: Request) -> bool:
         """Return whether a waiting request is known to share a prefix that a running prompt has not passed yet."""
@@ -166,9 +166,9 @@ class StartPlanner:
             self._seen[request] = prompt, self._num_common_tokens(prompt, request)
             return None
         num_needed = self._ledger.groups.num_blocks(request.num_tokens - max_left)
-        if not store.may_match(request, num_needed):
+        if not store.index.may_match(request, num_needed):
             return None
-        cached = store.match(request)
+        cached = store.index.match(request)
         return cached if request.num_tokens - self._num_cached_tokens(cached) <= max_left else None
 
     def would_skip(self, request: Request) -> bool:
@@ -216,17 +216,17 @@ class StartPlanner:
         if ledger.store.states is not None:  # states inside a prompt have no snapshots
             return False
         index = num_computed_tokens // ledger.page_size
-        theirs, num_matchable = ledger.store.hashes(other), (request.num_known_tokens - 1) // ledger.page_size
+        theirs, num_matchable = ledger.store.index.hashes(other), (request.num_known_tokens - 1) // ledger.page_size
         num_shareable = ledger.groups.num_shareable(other.num_known_tokens, other.num_prompt_tokens) // ledger.page_size
         if index >= min(num_shareable, num_matchable) or other in ledger.store.unshared:
             return False
-        page_hash = ledger.store.hashes(request)[index]
-        return page_hash == theirs[index] and not ledger.store.has(page_hash)
+        page_hash = ledger.store.index.hashes(request)[index]
+        return page_hash == theirs[index] and not ledger.store.index.has(page_hash)
 
     def _num_common_tokens(self, other: Request, request: Request) -> int:
         """Return the number of tokens in the shareable pages that two requests have in common."""
         store, page_size = self._ledger.store, self._ledger.page_size
-        theirs, ours = store.hashes(other), store.hashes(request)
+        theirs, ours = store.index.hashes(other), store.index.hashes(request)
         stop = min(len(theirs), (request.num_known_tokens - 1) // page_size)
         # A page's hash covers all earlier pages.
         return page_size * bisect_left(range(stop), True, key=lambda index: ours[index] != theirs[index])
@@ -245,9 +245,11 @@ class StartPlanner:
         """
         ledger = self._ledger
         if request.read_prefix_cache:
-            copied = ledger.store.match_last(request, len(cached) // ledger.groups.size)
+            copied = ledger.store.index.match_last(request, len(cached) // ledger.groups.size)
             if copied and self._start(request, cached, copied, num_kept, plan):
                 return True
+            if copied and request.num_kept_tokens:
+                return False  # soon the pages fit: it takes over the partly filled ones once they are stored
         return self._start(request, cached, [], num_kept, plan)
 
     def _start(self, request: Request, cached: list[int], copied: list[int], num_kept: int, plan: StepPlan) -> bool:
@@ -256,7 +258,8 @@ class StartPlanner:
         Args:
             request: waiting request.
             cached: pages of its cached prefix.
-            copied: partly filled pages, one per KV group; it gets copies of them after the cached pages. Or none.
+            copied: partly filled pages, one per KV group; it gets copies of them after the cached pages, or the pages
+                themselves if it was swapped out and nobody else uses them. Or none.
             num_kept: number of pages that must stay free.
             plan: plan to add to.
         """
@@ -269,21 +272,26 @@ class StartPlanner:
         if not num_tokens:  # its first image must wait for other images
             return False
         num_pages = ledger.groups.num_blocks(start + num_tokens) * ledger.groups.size
+        taken = copied if request.num_kept_tokens and ledger.store.num_evictable(copied) == len(copied) else []
         ledger.store.retain(copied)  # so that the allocation does not evict them
-        pages = ledger.store.acquire(request, cached, num_pages - len(cached), num_kept)
-        ledger.store.release(copied)
+        pages = ledger.store.acquire(request, cached, num_pages - len(cached) - len(taken), num_kept)
         if pages is None:
+            ledger.store.release(copied)
             return False
-        plan.copies += zip(copied, pages[len(cached) :], strict=False)
+        if taken:  # no other request has computed them
+            ledger.store.forget(taken)
+            pages[len(cached) : len(cached)] = taken
+        else:
+            ledger.store.release(copied)
+            plan.copies += zip(copied, pages[len(cached) :], strict=False)
         if (states := ledger.store.states) is not None:
-            hashes, num_blocks = ledger.store.hashes(request), start // ledger.page_size
-            request.branch_tokens = 0
-            if request.read_prefix_cache and (num_full := ledger.store.num_full_blocks(request)) > num_blocks:
+            num_blocks, request.branch_tokens = start // ledger.page_size, 0
+            if request.read_prefix_cache and (num_full := ledger.store.index.num_full_blocks(request)) > num_blocks:
                 request.branch_tokens = num_full * ledger.page_size
-            if num_blocks:
-                plan.restored.append((plan.num_rows, states.read(hashes[num_blocks - 1])))
+            if start:
+                plan.restored.append((plan.num_rows, states.read(ledger.store.index.hash_at(request, start))))
         if ledger.store.events is not None and request.loaded_blocks:
-            hashes = ledger.store.hashes(request)[: start // ledger.page_size]
+            hashes = ledger.store.index.hashes(request)[: start // ledger.page_size]
             ledger.store.events.loaded(request, hashes, pages, ledger.groups.size)
         found = request.by_tier(start, ledger.page_size)
         if not request.num_preemptions:

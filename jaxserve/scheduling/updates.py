@@ -68,6 +68,7 @@ class RequestUpdater:
             if request.status is RequestStatus.BLOCKED and request.num_pending_tokens == num_sampled:
                 request.status = RequestStatus.RUNNING
             del token_ids[self._append(request, token_ids) :]
+            self._ledger.store.settle(request)
             if request.status is RequestStatus.FINISHED:
                 ended.append(request)
         return ended
@@ -112,6 +113,8 @@ class RequestUpdater:
         else:
             self._ledger.count(request, -1)
             request.num_tokens_when_preempted -= num_tokens
+            if request.tail is not None:
+                request.num_kept_tokens -= num_tokens
             self._ledger.count(request)
 
     def _append(self, request: Request, token_ids: Sequence[int]) -> int:
@@ -140,7 +143,7 @@ class RequestUpdater:
         num_full = ((num_known - 1) // page_size + shift) // interval * interval - shift
         if num_full * page_size == num_known - 1 <= request.num_computed_tokens:
             self._ledger.store.register_blocks(request, num_full)
-        if not request.waits_for_tokens:
+        if not request.waits_for_tokens and request.tail is None:
             next_review = (num_full + interval) * page_size + 1
             request.quiet_outputs = (next_review if next_review < max_total else max_total) - num_prompt - 1
         # The device masks stop ids for the first min_tokens tokens.

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxserve.execution.page_programs import KVLayout
 from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.rows import Rows, place_tokens, ragged_rows
@@ -119,6 +120,11 @@ class DraftLayer:
     def feature_layers(self) -> tuple[int, ...]:
         """Model layers whose inputs it reads."""
         return self.head.feature_layers
+
+    @property
+    def page_layout(self) -> KVLayout:
+        """Layout of its pool, whose pages move between tiers with the model's."""
+        return KVLayout(self.backend, self.head.arch.kv_layout.pool.kind)
 
     def new_state(self) -> DraftLayerState:
         """Return an empty pool and no known features."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.assembly.memory import tree_bytes
-from jaxserve.execution.page_programs import MOVED_PAGES, PagePrograms
+from jaxserve.execution.page_programs import MOVED_PAGES, KVLayout, PagedPool, PagePrograms
 from jaxserve.execution.state import abstract_state
 from jaxserve.layers.sharding import tensor_mesh
 from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
@@ -30,8 +30,8 @@ def test_pages_move_without_a_copy_of_the_pool(targets, target, kv_dtype):
     page_size = default_page_size(backend, Heads(8 // target.num_devices, 128), dtype)
     schedule = ScheduleConfig(256, 2048, 8192, page_size, 20_000 // page_size, few_programs=True)
     pool = abstract_state(arch, schedule, kv_dtype=dtype, backend=backend, mesh=mesh).kv_pages
-    kind = arch.local(target.num_devices).kv_layout.pool.kind
-    programs = PagePrograms(pool, backend, kind, mesh, chip).by_name()
+    layout = KVLayout(backend, arch.local(target.num_devices).kv_layout.pool.kind)
+    programs = PagePrograms("pages", [PagedPool(pool, layout)], mesh, chip=chip).by_name()
     assert len(programs) == 2 * len(MOVED_PAGES)
     lowered = [
         chip.lower(each.program, each.args, () if each.donated is None else (each.donated,), mesh, None, each.results)

@@ -18,7 +18,15 @@ from jaxserve.core.events import CacheReset
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling import balancer, decode, ledger, prefill, prompts, scheduler, shard, starts
 from jaxserve.scheduling.executor_protocol import Executor
-from jaxserve.scheduling.kv_cache import eviction, group_kinds, page_store, pages, transfers
+from jaxserve.scheduling.kv_cache import (
+    eviction,
+    group_kinds,
+    page_store,
+    pages,
+    prefix_index,
+    state_snapshots,
+    transfers,
+)
 from jaxserve.scheduling.request import FinishReason
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from tests.driven_core import FAILURE, FEW_PROGRAMS, SIZES, Driven, end_at_assertions
@@ -124,11 +132,13 @@ class BreakOff:
             page_store,
             pages,
             prefill,
+            prefix_index,
             prompts,
             replica,
             scheduler,
             shard,
             starts,
+            state_snapshots,
             transfers,
         )
     )

@@ -24,7 +24,7 @@ def make_request(token_ids, salt=b""):
 
 def fill(store, request):
     """Do what computing all full pages of a request does; return its pages, owned once."""
-    hashes = store.hashes(request)
+    hashes = store.index.hashes(request)
     pages = store.allocate(len(hashes))
     for page_hash, page in zip(hashes, pages, strict=True):
         store.register(page_hash, page)
@@ -34,17 +34,17 @@ def fill(store, request):
 def test_match_finds_the_longest_cached_run():
     store = make_store()
     pages = fill(store, make_request(range(12)))
-    assert store.match(make_request(range(13))) == pages
-    assert store.match(make_request([*range(8), 99, 98, 97, 96, 95])) == pages[:2]
-    assert store.match(make_request([99, *range(12)])) == []
-    assert store.match(make_request([*range(4), 99, *range(5, 13)])) == pages[:1]
+    assert store.index.match(make_request(range(13))) == pages
+    assert store.index.match(make_request([*range(8), 99, 98, 97, 96, 95])) == pages[:2]
+    assert store.index.match(make_request([99, *range(12)])) == []
+    assert store.index.match(make_request([*range(4), 99, *range(5, 13)])) == pages[:1]
 
 
 @pytest.mark.parametrize(("num_known", "num_pages"), [(1, 0), (3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3)])
 def test_match_leaves_at_least_one_token_to_compute(num_known, num_pages):
     store = make_store()
     pages = fill(store, make_request(range(16)))
-    assert store.match(make_request(range(num_known))) == pages[:num_pages]
+    assert store.index.match(make_request(range(num_known))) == pages[:num_pages]
 
 
 def test_match_counts_output_tokens_as_known():
@@ -52,37 +52,40 @@ def test_match_counts_output_tokens_as_known():
     pages = fill(store, make_request(range(8)))
     request = make_request(range(5))
     request.output_token_ids += [5, 6, 7, 8]
-    assert store.match(request) == pages
+    assert store.index.match(request) == pages
 
 
 def test_hashes_grow_with_the_known_tokens_and_do_not_depend_on_when_they_were_taken():
     store = make_store()
     request = make_request(range(6))
-    assert len(store.hashes(request)) == 1
+    assert len(store.index.hashes(request)) == 1
     request.output_token_ids += [6, 7, 8]
-    assert store.hashes(request) == store.hashes(make_request(range(9)))
-    assert request.page_hashes is store.hashes(request)
+    assert store.index.hashes(request) == store.index.hashes(make_request(range(9)))
+    assert request.page_hashes is store.index.hashes(request)
 
 
 def test_requests_with_one_prompt_hash_it_once(monkeypatch):
     store, hashed, page_hash = make_store(), [], prefix_hashes._page_hash
     monkeypatch.setattr(prefix_hashes, "_page_hash", lambda *args: hashed.append(args) or page_hash(*args))
     siblings = [make_request(range(11)) for _ in range(4)]
-    first, *others = map(store.hashes, siblings)
+    first, *others = map(store.index.hashes, siblings)
     assert len(hashed) == 2
     assert all(hashes == first and hashes is not first for hashes in others)
     siblings[0].output_token_ids += [7]
     siblings[1].output_token_ids += [8]
-    a, b = (store.hashes(sibling) for sibling in siblings[:2])
+    a, b = (store.index.hashes(sibling) for sibling in siblings[:2])
     assert (a[:2], len(a), len(others[-1])) == (b[:2], 3, 2)
     assert a[2] != b[2]
-    assert store.hashes(make_request(range(11), b"salt"))[0] != first[0]
+    assert store.index.hashes(make_request(range(11), b"salt"))[0] != first[0]
 
 
 @given(st.lists(st.integers(0, 1), max_size=12), st.lists(st.integers(0, 1), max_size=12), st.booleans())
 def test_hashes_are_equal_exactly_if_prefixes_and_salts_are(a, b, same_salt):
     store = make_store()
-    hashes_a, hashes_b = store.hashes(make_request(a)), store.hashes(make_request(b, b"" if same_salt else b"s"))
+    hashes_a, hashes_b = (
+        store.index.hashes(make_request(a)),
+        store.index.hashes(make_request(b, b"" if same_salt else b"s")),
+    )
     for i, (hash_a, hash_b) in enumerate(zip(hashes_a, hashes_b, strict=False)):
         stop = (i + 1) * PAGE_SIZE
         assert (hash_a == hash_b) == (same_salt and a[:stop] == b[:stop])
@@ -91,17 +94,17 @@ def test_hashes_are_equal_exactly_if_prefixes_and_salts_are(a, b, same_salt):
 def test_salts_do_not_share_pages():
     store = make_store()
     pages = fill(store, make_request(range(8), b"tenant a"))
-    assert store.match(make_request(range(9), b"tenant a")) == pages
-    assert store.match(make_request(range(9), b"tenant b")) == []
-    assert store.match(make_request(range(9))) == []
+    assert store.index.match(make_request(range(9), b"tenant a")) == pages
+    assert store.index.match(make_request(range(9), b"tenant b")) == []
+    assert store.index.match(make_request(range(9))) == []
 
 
 def test_a_salt_cannot_pose_as_the_hash_of_a_page():
     store = make_store()
     victim = make_request(range(8))
     fill(store, victim)
-    attacker = make_request(range(4, 9), salt=store.hashes(victim)[0])
-    assert store.match(attacker) == []
+    attacker = make_request(range(4, 9), salt=store.index.hashes(victim)[0])
+    assert store.index.match(attacker) == []
 
 
 def test_released_pages_stay_findable_and_count_as_free():
@@ -111,7 +114,7 @@ def test_released_pages_stay_findable_and_count_as_free():
     assert store.num_available == 2
     store.release(pages)
     assert store.num_available == 4
-    found = store.match(make_request(range(9)))
+    found = store.index.match(make_request(range(9)))
     assert found == pages
     store.retain(found)
     assert store.num_available == 2
@@ -123,7 +126,7 @@ def test_blank_pages_are_used_before_cached_ones_are_evicted():
     pages = fill(store, make_request(range(8)))
     store.release(pages)
     assert set(store.allocate(2)).isdisjoint(pages)
-    assert store.match(make_request(range(9))) == pages
+    assert store.index.match(make_request(range(9))) == pages
 
 
 def test_tails_are_evicted_before_heads_and_old_releases_before_new_ones():
@@ -133,7 +136,8 @@ def test_tails_are_evicted_before_heads_and_old_releases_before_new_ones():
         store.release(pages)
     lens = []
     for _ in range(4):
-        lens.append((len(store.match(make_request(range(9)))), len(store.match(make_request(range(100, 109))))))
+        found = [store.index.match(make_request(prompt)) for prompt in (range(9), range(100, 109))]
+        lens.append((len(found[0]), len(found[1])))
         assert store.allocate(1) is not None
     assert lens == [(2, 2), (1, 2), (0, 2), (0, 1)]
     assert all(sum(a) > sum(b) for a, b in pairwise(lens))
@@ -143,12 +147,12 @@ def test_using_a_cached_page_makes_it_young_again():
     store = make_store(num_pages=2)
     for tokens in [range(4), range(100, 104)]:
         store.release(fill(store, make_request(tokens)))
-    found = store.match(make_request(range(5)))
+    found = store.index.match(make_request(range(5)))
     store.retain(found)
     store.release(found)
     store.allocate(1)
-    assert store.match(make_request(range(5))) == found
-    assert store.match(make_request(range(100, 105))) == []
+    assert store.index.match(make_request(range(5))) == found
+    assert store.index.match(make_request(range(100, 105))) == []
 
 
 def test_pages_in_use_are_never_evicted():
@@ -156,7 +160,7 @@ def test_pages_in_use_are_never_evicted():
     pages = fill(store, make_request(range(8)))
     assert store.allocate(2) is None
     assert len(store.allocate(1)) == 1
-    assert store.match(make_request(range(9))) == pages
+    assert store.index.match(make_request(range(9))) == pages
 
 
 def test_a_failed_allocation_changes_nothing():
@@ -164,7 +168,7 @@ def test_a_failed_allocation_changes_nothing():
     store.release(fill(store, make_request(range(8))))
     assert store.allocate(3) is None
     assert store.num_available == 2
-    assert len(store.match(make_request(range(9)))) == 2
+    assert len(store.index.match(make_request(range(9)))) == 2
 
 
 def test_shared_pages_are_freed_by_their_last_owner():
@@ -181,11 +185,11 @@ def test_shared_pages_are_freed_by_their_last_owner():
 def test_the_first_of_two_equal_pages_stays_the_cached_one():
     store = make_store(num_pages=4)
     first, second = fill(store, make_request(range(4))), fill(store, make_request(range(4)))
-    assert store.match(make_request(range(5))) == first
+    assert store.index.match(make_request(range(5))) == first
     store.release(second)
     store.check_integrity({first[0]: 1})
     store.release(first)
-    assert store.match(make_request(range(5))) == first
+    assert store.index.match(make_request(range(5))) == first
 
 
 def test_only_owned_pages_can_be_registered():
@@ -199,8 +203,8 @@ def test_reset_forgets_everything_but_leaves_owners_their_pages():
     used, unused = fill(store, make_request(range(8))), fill(store, make_request(range(100, 108)))
     store.release(unused)
     store.reset([])
-    assert store.match(make_request(range(9))) == []
-    assert store.match(make_request(range(100, 109))) == []
+    assert store.index.match(make_request(range(9))) == []
+    assert store.index.match(make_request(range(100, 109))) == []
     assert store.num_available == 2
     store.check_integrity(dict.fromkeys(used, 1))
     store.release(used)

@@ -89,7 +89,7 @@ class Pool:
 
     def cached(self, prompt):
         store = self.loop.scheduler.shards[0].ledger.store
-        return len(store.match(make_request("look", prompt))) * 4
+        return len(store.index.match(make_request("look", prompt))) * 4
 
 
 def test_a_hint_outlives_other_prompts_while_it_counts():

@@ -43,11 +43,11 @@ def test_the_victim_has_the_largest_age_of_all(num_pages, num_found, actions):
     tier, model, moves = StoredPages("disk", num_pages, found), Searching(num_pages, found), []
     for move, (action, key) in enumerate(actions):
         if action == "s" and key not in tier:
-            while tier.is_full and (victim := tier.victim()) is not None:
+            while not tier.fits(key) and (victim := tier.victim()) is not None:
                 assert victim in model.victim()
                 tier.evict(victim)
                 model.deleted = [*model.deleted, (victim, model.remove(victim))][-num_pages:]
-            if tier.is_full:
+            if not tier.fits(key):
                 assert model.victim() == []
                 continue
             tier.store(move, key)
@@ -72,14 +72,14 @@ def test_the_victim_has_the_largest_age_of_all(num_pages, num_found, actions):
             tier.clear()
             model.used, model.num_uses, model.deleted = {}, {}, []
         assert {key for key in KEYS if key in tier} == model.used.keys()
-        assert tier.is_full == (len(model.used) >= num_pages)
+        assert (not tier.fits(KEYS[0])) == (len(model.used) >= num_pages)
 
 
 def released(tier, *keys):
     """Have a request use pages, which are stored if they are not."""
     for key in keys:
         if key not in tier:
-            if tier.is_full:
+            if not tier.fits(key):
                 tier.evict(tier.victim())
             tier.store(0, key)
         tier.touch(key)

@@ -86,7 +86,7 @@ def test_states_after_output_tokens_are_not_shared():
         loop.step()
     scheduler.shards[0].ledger.preempt(request, StepPlan(0))
     loop.drain()
-    assert [*store.states.cached] == store.hashes(request)[:1]
+    assert [*store.states.cached] == store.index.hashes(request)[:1]
 
 
 def test_budgets_that_fit_no_page_are_refused():

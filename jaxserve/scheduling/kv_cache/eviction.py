@@ -47,6 +47,15 @@ class EvictionOrder:
         if self._by_size is not None:
             self._note_size(tenant)
 
+    def uncached(self, page: int, tenant: str) -> None:
+        """Count a page of a tenant that is not in the prefix cache any more."""
+        self._turns.pop(page, None)
+        self._num_cached[tenant] -= 1
+        if not self._num_cached[tenant]:
+            del self._num_cached[tenant]
+        if self._by_size is not None:
+            self._note_size(tenant)
+
     def add(self, page: int, tenant: str) -> None:
         """Make a tenant's cached page evictable, because it lost its last owner."""
         pages = self._evictable.get(tenant)
@@ -83,12 +92,7 @@ class EvictionOrder:
                 largest = tenant
         page = self._evictable[largest].first(self.now_s)
         self.remove(page, largest)
-        self._turns.pop(page, None)
-        self._num_cached[largest] -= 1
-        if not self._num_cached[largest]:
-            del self._num_cached[largest]
-        if self._by_size is not None:
-            self._note_size(largest)
+        self.uncached(page, largest)
         return page
 
     def hint(self, request: Request, hashes: Sequence[bytes], content: Mapping[int, Content], page_size: int) -> None:

@@ -4,13 +4,11 @@ released.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
 from itertools import cycle
 from typing import Protocol, runtime_checkable
 
 from jaxserve.scheduling.kv_cache.groups import RELEASED, KVGroups
-from jaxserve.scheduling.kv_cache.pages import CACHED, Pages
 from jaxserve.scheduling.kv_cache.sparsity import Sparsity
 from jaxserve.scheduling.request import Request
 
@@ -19,7 +17,7 @@ Cached = Sequence[Container[bytes]]  # hashes of cached pages by group; states c
 
 @runtime_checkable
 class GroupKind(Protocol):
-    """All KV groups of one kind: full attention, sliding windows or recurrent states.
+    """All KV groups of one kind: full attention, sliding windows or recurrent states (`state_snapshots.py`).
 
     Attributes:
         groups: groups whose pages lie in the KV pool.
@@ -120,100 +118,6 @@ class SlidingWindow(GroupKind):
             pages[index] = RELEASED
         request.num_released_blocks = first
         return removed
-
-
-class RecurrentState(GroupKind):
-    """The group of recurrent layers. Its pages are snapshots of their states, each after a block.
-
-    Snapshots have their own pool. A plan owns the snapshots that it reads and takes. New ones are written while its
-    step runs, so only later plans find them, and no page that a plan reads is written by it. Eviction is least recently
-    used first.
-
-    Args:
-        num_pages: snapshots in the pool.
-
-    Attributes:
-        cached: pages by hash, the least recently used first.
-    """
-
-    groups: tuple[int, ...] = ()
-
-    def __init__(self, num_pages: int) -> None:
-        self._num_pages = num_pages
-        self.cached: OrderedDict[bytes, int] = OrderedDict()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all snapshots."""
-        self._pages = Pages(self._num_pages)
-        self.cached.clear()
-        self._taken: dict[bytes, int] = {}  # snapshots that the last plan takes
-        self._read: list[int] = []  # pages that the last plan reads, once per row
-
-    def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the number of blocks up to the last cached snapshot; 0 if there is none."""
-        return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in cached[-1]), 0)
-
-    def seen(self, num_blocks: int) -> range:
-        """Return only the last of the first `num_blocks` blocks: its snapshot is the state after all of them."""
-        return range(max(num_blocks - 1, 0), num_blocks)
-
-    def begin_plan(self) -> None:
-        """Let the new plan find the snapshots that the previous one has taken, and release those that it has read."""
-        pages = self._pages
-        for page_hash, page in self._taken.items():
-            pages.states[page], pages.content[page] = CACHED, (0, page_hash, "")
-            self.cached[page_hash] = page
-        for page in (*self._taken.values(), *self._read):
-            pages.num_owners[page] -= 1
-        self._taken.clear()
-        self._read.clear()
-
-    def read(self, page_hash: bytes) -> int:
-        """Return a snapshot's page, from which a row of the current plan continues; keep it until the next plan.
-
-        Args:
-            page_hash: prefix hash at the snapshot, which must be cached.
-        """
-        page = self.cached[page_hash]
-        self.cached.move_to_end(page_hash)
-        self._pages.num_owners[page] += 1
-        self._read.append(page)
-        return page
-
-    def take(self, page_hash: bytes) -> int | None:
-        """Return the page for a snapshot that a row of the current plan will take.
-
-        None if the snapshot already exists, or no page is free.
-
-        Args:
-            page_hash: prefix hash at the snapshot.
-        """
-        if page_hash in self._taken:
-            return None
-        if page_hash in self.cached:
-            self.cached.move_to_end(page_hash)
-            return None
-        pages = self._pages
-        if not pages.free_pages:
-            oldest = next((key for key, page in self.cached.items() if not pages.num_owners[page]), None)
-            if oldest is None:
-                return None
-            page = self.cached.pop(oldest)
-            del pages.content[page]
-            pages.free(page)
-        (page,) = pages.take(1)
-        self._taken[page_hash] = page
-        return page
-
-    def check_integrity(self) -> None:
-        """Assert that pages are conserved and match the snapshots."""
-        owned = [*self._taken.values(), *self._read]
-        self._pages.check_integrity({page: owned.count(page) for page in owned})
-        assert {page: page_hash for page, (_, page_hash, _) in self._pages.content.items()} == {
-            page: page_hash for page_hash, page in self.cached.items()
-        }
-        assert not self._taken.keys() & self.cached.keys(), "a snapshot is taken twice"
 
 
 def longest_hit(kinds: Sequence[GroupKind], hashes: Sequence[bytes], cached: Cached) -> int:

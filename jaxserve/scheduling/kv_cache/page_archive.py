@@ -16,12 +16,13 @@ from pathlib import Path
 from struct import Struct
 from typing import NamedTuple
 
+from jaxserve.scheduling.kv_cache.pages import STATES
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey
 
 logger = logging.getLogger(__name__)
 
 _MAGIC = b"jskv\x00\x00\x00\x01"  # the last byte is the format version
-_HEADER = Struct("<8s16sI16sQII")  # magic, fingerprint, group, hash, sequence number, page bytes, CRC-32 of the page
+_HEADER = Struct("<8s16si16sQII")  # magic, fingerprint, group, hash, sequence number, page bytes, CRC-32 of the page
 _CHECKSUM = Struct("<I")  # CRC-32 of the header
 _HEADER_BYTES = 64
 _MAX_FILES = 1024  # engines that use one directory simultaneously
@@ -39,6 +40,7 @@ class PageArchive:
         max_bytes: maximum file size.
 
     Attributes:
+        page_bytes: see above.
         slot_bytes: file size per page.
         num_slots: maximum number of stored pages.
         num_corrupt: pages that failed their checksum.
@@ -50,7 +52,7 @@ class PageArchive:
 
     def __init__(self, directory: Path, fingerprint: bytes, page_bytes: int, max_bytes: int) -> None:
         self.num_corrupt = self.num_errors = 0
-        self._fingerprint, self._page_bytes = fingerprint, page_bytes
+        self._fingerprint, self.page_bytes = fingerprint, page_bytes
         self.slot_bytes = _HEADER_BYTES + page_bytes
         self.num_slots = max_bytes // self.slot_bytes
         directory.mkdir(parents=True, exist_ok=True)
@@ -70,7 +72,7 @@ class PageArchive:
 
     def write(self, key: PageKey, page: bytes) -> bool:
         """Store a page, in the slot of the one written first if none is free; return whether it can be read."""
-        assert len(page) == self._page_bytes, f"a page has {self._page_bytes} bytes, got {len(page)}"
+        assert len(page) == self.page_bytes, f"a page has {self.page_bytes} bytes, got {len(page)}"
         if key in self._slots:
             return True
         slot, self._sequence = self._take_slot(), self._sequence + 1
@@ -168,7 +170,7 @@ class PageArchive:
         if len(content) < _HEADER_BYTES or content[_HEADER.size : _HEADER_BYTES] != _CHECKSUM.pack(zlib.crc32(header)):
             return None
         magic, fingerprint, group, page_hash, sequence, num_bytes, checksum = _HEADER.unpack(header)
-        if (magic, fingerprint, num_bytes) != (_MAGIC, self._fingerprint, self._page_bytes):
+        if (magic, fingerprint, num_bytes) != (_MAGIC, self._fingerprint, self.page_bytes):
             return None
         return _Found(PageKey(group, page_hash), sequence, checksum)
 
@@ -177,6 +179,59 @@ class PageArchive:
         self.num_errors += 1
         if self.num_errors == 1:
             logger.warning("cannot %s the file of KV pages, which are computed again instead: %s", action, error)
+
+
+class SlicedArchive:
+    """Contents of two sizes in one archive: a state snapshot takes several slots, each with a slice of it.
+
+    Args:
+        archive: the archive, whose slots hold a KV page.
+        state_bytes: size of a state snapshot; 0 without recurrent layers.
+
+    Attributes:
+        archive: the archive.
+        num_slices: slots per snapshot.
+    """
+
+    def __init__(self, archive: PageArchive, state_bytes: int) -> None:
+        self.archive, self._state_bytes = archive, state_bytes
+        self._page_bytes = archive.page_bytes
+        self.num_slices = max(-(-state_bytes // self._page_bytes), 1)
+
+    @property
+    def keys(self) -> list[PageKey]:
+        """Keys for the stored contents; a snapshot comes where its first slice was written."""
+        stored = set(self.archive.keys)
+        return [key for key in self.archive.keys if key.group >= STATES and stored.issuperset(self._slices(key))]
+
+    def write(self, key: PageKey, content: bytes) -> bool:
+        """Store a content; return whether it can be read."""
+        size = self._page_bytes
+        for index, each in enumerate(self._slices(key)):
+            if not self.archive.write(each, content[index * size : (index + 1) * size].ljust(size, b"\0")):
+                self.delete(key)
+                return False
+        return True
+
+    def read(self, key: PageKey) -> bytes | None:
+        """Return a content; None, after its deletion, if it is not whole."""
+        parts = list(map(self.archive.read, self._slices(key)))
+        whole = [part for part in parts if part is not None]
+        if len(whole) < len(parts):
+            self.delete(key)
+            return None
+        return b"".join(whole)[: self._state_bytes if key.group == STATES else None]
+
+    def delete(self, key: PageKey) -> None:
+        """Free the slots of a content, if it is stored."""
+        for each in self._slices(key):
+            self.archive.delete(each)
+
+    def _slices(self, key: PageKey) -> list[PageKey]:
+        """Return the keys for a content's slots; those of a snapshot differ in their group, from STATES downwards."""
+        if key.group != STATES:
+            return [key]
+        return [PageKey(STATES - index, key.page_hash) for index in range(self.num_slices)]
 
 
 class _Found(NamedTuple):

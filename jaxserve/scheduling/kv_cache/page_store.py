@@ -9,29 +9,25 @@ can still be found. A request whose prefix lies in a lower tier gets pages that 
 before its transfer has ended. Then it is cached, or free if it failed to load or its content was forgotten meanwhile.
 
 Each KV group has pages of its own, and the kind of the group decides which of them a token sees (`group_kinds.py`). A
-prefix is cached if every kind finds all pages that the next token sees.
+prefix is cached if every kind finds all pages that the next token sees (`prefix_index.py`).
+
+With lower tiers, a preempted request is swapped out. It keeps its tail until the tokens of steps in flight are read:
+the pages with these tokens, and a copy of its recurrent layers' state. They are then cached under the hashes of these
+tokens, so that the request continues without computing anything again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxserve.scheduling.kv_cache.eviction import EvictionOrder
-from jaxserve.scheduling.kv_cache.group_kinds import (
-    FullAttention,
-    GroupKind,
-    RecurrentState,
-    SlidingWindow,
-    SparseAttention,
-    longest_hit,
-    pages_seen,
-)
 from jaxserve.scheduling.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.scheduling.kv_cache.page_events import PageEvents
-from jaxserve.scheduling.kv_cache.pages import CACHED, COMPUTING, LOADING, STORING, Pages
-from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
-from jaxserve.scheduling.kv_cache.transfers import NO_PAGE, InAnyTier, Transfers
-from jaxserve.scheduling.request import Request, RequestStatus
+from jaxserve.scheduling.kv_cache.pages import CACHED, COMPUTING, LOADING, STORING, Pages, PageState
+from jaxserve.scheduling.kv_cache.prefix_index import Prefix, PrefixIndex
+from jaxserve.scheduling.kv_cache.state_snapshots import StateSnapshots
+from jaxserve.scheduling.kv_cache.transfers import NO_PAGE, Place, Transfer, Transfers
+from jaxserve.scheduling.request import Request, RequestStatus, Tail
 
 TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one takes twice as long
 
@@ -46,6 +42,7 @@ class PageStore:
 
     Attributes:
         page_size: tokens per page.
+        index: hashes of cached pages.
         order: eviction order of cached pages.
         has_tiers: True if there are tiers below device memory.
         blocks_at_once: blocks of output tokens that are registered together; the rest when their request stops.
@@ -62,95 +59,18 @@ class PageStore:
         self.order = EvictionOrder()
         self.has_tiers = bool(transfers.tiers)
         self._transfers = transfers
-        self._hashes = PrefixHashes(groups.page_size)
-        self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
-        self._cached: list[Container[bytes]] = [*self._page_by_hash]  # KV groups, then states
-        self._in_any_tier: list[Container[bytes]] = [
-            InAnyTier(group, cached, transfers) for group, cached in enumerate(self._page_by_hash)
-        ]
-        self._full = FullAttention(groups) if groups.sparsity is None else SparseAttention(groups, groups.sparsity)
-        self._first = groups.full[0] if groups.full else 0  # group that `has` looks up
-        self._kinds: list[GroupKind] = [self._full]
-        self.states: RecurrentState | None = None
+        self.states = None if groups.num_snapshots is None else StateSnapshots(groups.num_snapshots, transfers)
+        self.index = PrefixIndex(groups, self.states, transfers)
+        self._page_by_hash = self.index.page_by_hash
         if groups.sliding:
-            self._kinds.append(SlidingWindow(groups))
             self.blocks_at_once = 1  # pages before the window are released, and a window may be smaller
-        if groups.num_snapshots is not None:
-            self.states = RecurrentState(groups.num_snapshots)
-            self._kinds.append(self.states)
-            self._cached.append(self.states.cached)
-            self._in_any_tier.append(self.states.cached)
+        self._tails: dict[Request, None] = {}  # waiting requests that have one
         self.unshared: set[Request] = set()
 
     @property
     def num_available(self) -> int:
         """Number of free and evictable pages."""
         return len(self._pages.free_pages) + self.order.num_evictable
-
-    # Hits
-
-    def hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of a request's full pages with known tokens."""
-        return self._hashes.full_pages(request)
-
-    def has(self, page_hash: bytes) -> bool:
-        """Return whether a page with this hash is cached, in the first group with full attention."""
-        return page_hash in self._page_by_hash[self._first]
-
-    def _matchable_hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of a request's full pages before its last known token, which must be computed anyway."""
-        num_tokens = self._groups.num_shareable(request.num_known_tokens, request.num_prompt_tokens)
-        return self.hashes(request)[: (num_tokens - 1) // self.page_size]
-
-    def may_match(self, request: Request, num_blocks: int) -> bool:
-        """Return False if a single lookup proves that `match` would find fewer than `num_blocks` blocks."""
-        if num_blocks > (request.num_known_tokens - 1) // self.page_size:
-            return False
-        return not self._full.groups or num_blocks < 1 or self.has(self.hashes(request)[num_blocks - 1])
-
-    def match(self, request: Request) -> list[int]:
-        """Return the pages of a request's longest cached prefix, block by block, without taking references.
-
-        At least one known token is left over, because sampling needs the last one's hidden state.
-        """
-        hashes = self._matchable_hashes(request)
-        hashes = hashes[: longest_hit(self._kinds, hashes, self._cached)]
-        size = self._groups.size
-        if size == 1 and self._full.groups:
-            return [self._page_by_hash[0][page_hash] for page_hash in hashes]
-        pages = [RELEASED] * (len(hashes) * size)
-        for block, group in pages_seen(self._kinds, len(hashes)):
-            pages[block * size + group] = self._page_by_hash[group][hashes[block]]
-        return pages
-
-    def num_full_blocks(self, request: Request) -> int:
-        """Return the number of leading blocks that are cached in all full-attention groups."""
-        return self._full.longest_hit(self._matchable_hashes(request), self._page_by_hash)
-
-    def match_last(self, request: Request, num_blocks: int) -> list[int]:
-        """Return the partly filled pages, one per group, that follow a request's cached blocks; empty if not cached.
-
-        They exist if a request with shares_last_page ended at this prefix, or if this request was swapped out.
-
-        Args:
-            request: waiting request.
-            num_blocks: number of its cached full blocks.
-        """
-        page_hash = self._last_hash(request, num_blocks)
-        if page_hash is None or not all(page_hash in page_by_hash for page_by_hash in self._page_by_hash):
-            return []
-        return [page_by_hash[page_hash] for page_by_hash in self._page_by_hash]
-
-    def _last_hash(self, request: Request, num_blocks: int) -> bytes | None:
-        """Return the hash of a request's partly filled page after `num_blocks` blocks; None if it cannot be cached."""
-        num_tokens = request.num_last_tokens
-        if self.states is not None or not (request.shares_last_page or request.num_kept_tokens):
-            return None  # state snapshots are taken only after full pages
-        if self._groups.sparsity is not None and num_tokens >= request.num_prompt_tokens:
-            return None  # a row computes the prompt's last token
-        if num_tokens // self.page_size != num_blocks or not num_tokens % self.page_size:
-            return None
-        return self._hashes.last_page(request, num_tokens)
 
     def num_evictable(self, pages: Iterable[int]) -> int:
         """Return the number of pages among `pages` that are cached without an owner."""
@@ -251,7 +171,7 @@ class PageStore:
         The next owner of a page writes to it in the current plan or a later one. The request must not have a row in the
         current plan yet, so that no row still reads the page.
         """
-        for kind in self._kinds:
+        for kind in self.index.paged_kinds:
             self.release(kind.remove_unseen(request))
 
     def leave(self, request: Request, *, keep: bool = False) -> None:
@@ -259,59 +179,109 @@ class PageStore:
 
         Args:
             request: request that ends or is preempted.
-            keep: True to also cache a partly filled last page, so that the request can continue from it.
+            keep: True to swap it out: nothing that it has computed is computed again if a tier keeps it.
         """
         # the last output token may not be computed
         num_certain = request.num_known_tokens - bool(request.output_token_ids)
         # A preempted request's last output token may end a page that is already registered.
         num_tokens = max(min(request.num_computed_tokens, num_certain), request.num_registered_blocks * self.page_size)
         num_tokens = self._groups.num_shareable(num_tokens, request.num_prompt_tokens)
-        block, size = num_tokens // self.page_size, self._groups.size
+        block = num_tokens // self.page_size
         self.register_blocks(request, block)
-        is_found = (request.shares_last_page or keep) and not request.num_hidden_blocks and request not in self.unshared
-        if is_found and num_tokens % self.page_size:
-            page_hash = self._hashes.last_page(request, num_tokens)
-            for group, page in enumerate(request.pages[block * size : (block + 1) * size]):
-                if page != RELEASED:
-                    self.register(page_hash, page, group, request.tenant)
+        is_shared = not request.num_hidden_blocks and request not in self.unshared
         self.unshared.discard(request)
+        request.num_kept_tokens = 0
+        num_in_tail = 0
+        if keep and is_shared:
+            num_in_tail = self._keep_tail(request, block, num_tokens)
+        elif request.shares_last_page and is_shared:
+            self._register_last(request, num_tokens, request.pages[block * self._groups.size :])
         if request.reuse is not None and not keep:
-            self.order.hint(request, self.hashes(request), self._pages.content, self.page_size)
-        self.release(request.pages)
+            self.order.hint(request, self.index.hashes(request), self._pages.content, self.page_size)
+        self.release(request.pages[: len(request.pages) - num_in_tail])
         request.pages = []
         request.num_released_blocks = request.num_registered_blocks = request.num_hidden_blocks = 0
-        request.num_kept_tokens = num_tokens if keep else 0
+
+    def _keep_tail(self, request: Request, block: int, num_certain: int) -> int:
+        """Keep the part of a request that is swapped out whose tokens may not be known; return its number of pages.
+
+        Args:
+            request: request that stops running.
+            block: number of its leading blocks that are registered.
+            num_certain: number of leading tokens that are computed and known.
+        """
+        num_tokens = request.num_computed_tokens if self._groups.sparsity is None else num_certain
+        size = self._groups.size
+        self.release(request.pages[self._groups.num_blocks(num_tokens) * size :])
+        del request.pages[self._groups.num_blocks(num_tokens) * size :]
+        state = self.states.hold() if self.states is not None and self._groups.sparsity is None else None
+        if state is not None:
+            self._transfers.keep_state(request.slot, state)
+        request.num_kept_tokens = num_tokens
+        request.tail = Tail(block, request.pages[block * size :], state)
+        self._tails[request] = None
+        self.settle(request)
+        return len(request.pages) - block * size
+
+    def settle(self, request: Request) -> None:
+        """Cache the tail of a request that was swapped out if it has one, and no token of a step in flight is left."""
+        if request.tail is None or (request.num_pending_tokens and self._groups.sparsity is None):
+            return
+        num_tokens, (block, pages, state) = request.num_kept_tokens, request.tail
+        size, hashes = self._groups.size, self.index.hashes(request)
+        stop = num_tokens // self.page_size
+        for index, page in enumerate(pages[: (stop - block) * size]):
+            if page != RELEASED:
+                self.register(hashes[block + index // size], page, index % size, request.tenant)
+        if self.events is not None:
+            for group in range(size):
+                self.events.stored(request, hashes, range(block, stop), group)
+        self._register_last(request, num_tokens, pages[(stop - block) * size :])
+        if state is not None and self.states is not None:
+            self.states.name(state, self.index.hash_at(request, num_tokens))
+            request.tail = Tail(block, pages)
+        self.drop_tail(request)
+
+    def drop_tail(self, request: Request) -> None:
+        """Release the tail of a request that was swapped out, if it has one; pages that are not cached are free."""
+        if request.tail is None:
+            return
+        if request.tail.state is not None and self.states is not None:
+            self.states.drop(request.tail.state)
+        self.release(request.tail.pages)
+        request.tail = None
+        del self._tails[request]
+
+    def _register_last(self, request: Request, num_tokens: int, pages: Sequence[int]) -> None:
+        """Make the pages findable that hold a request's last `num_tokens % page_size` tokens, one per group."""
+        if num_tokens % self.page_size:
+            page_hash = self.index.hash_at(request, num_tokens)
+            for group, page in enumerate(pages[: self._groups.size]):
+                if page != RELEASED:
+                    self.register(page_hash, page, group, request.tenant)
 
     # Lower tiers
 
-    def pages_below(self, request: Request) -> list[tuple[int, int, bytes]]:
-        """Return block, group and hash of the pages in a waiting request's longest prefix found in any tier.
+    def prefix_below(self, request: Request) -> Prefix | None:
+        """Return a waiting request's longest prefix found in any tier; None if device memory has all of it.
 
-        Empty if device memory has them all. If loaded pages are evicted before the request starts, it loads them again,
-        except after a failure.
+        If loaded pages are evicted before the request starts, it loads them again, except after a failure.
         """
         if not self.has_tiers or request.has_failed or request.pages or not request.read_prefix_cache:
-            return []
-        hashes = self._matchable_hashes(request)
-        num_blocks = longest_hit(self._kinds, hashes, self._in_any_tier)
-        wanted = [(block, group, hashes[block]) for block, group in pages_seen(self._kinds, num_blocks)]
-        last = self._last_hash(request, num_blocks)
-        if last is not None and all(last in self._in_any_tier[group] for group in range(self._groups.size)):
-            wanted += [(num_blocks, group, last) for group in range(self._groups.size)]
-        missing = {block for block, group, page_hash in wanted if page_hash not in self._cached[group]}
-        return wanted if missing and self._transfers.pays(len(missing)) else []
+            return None
+        return self.index.below(request)
 
-    def load(self, request: Request, wanted: Sequence[tuple[int, int, bytes]], num_kept: int) -> bool:
-        """Begin to load pages for a waiting request's prefix; False, without a change, unless `num_kept` stay free.
+    def load(self, request: Request, prefix: Prefix, num_kept: int) -> bool:
+        """Begin to load a waiting request's prefix; False, without a change, unless `num_kept` pages stay free.
 
         Args:
             request: waiting request without pages.
-            wanted: block, group and hash of the pages, as returned by `pages_below`.
+            prefix: prefix, as returned by `prefix_below`.
             num_kept: number of pages that stay free.
         """
         size, missing = self._groups.size, []
-        pages = [RELEASED] * (max(block + 1 for block, *_ in wanted) * size)
-        for block, group, page_hash in wanted:
+        pages = [RELEASED] * (prefix.num_blocks * size)
+        for block, group, page_hash in prefix.pages:
             page = self._page_by_hash[group].get(page_hash)
             page = self._transfers.loading.get((group, page_hash)) if page is None else page
             if page is None:
@@ -321,12 +291,20 @@ class PageStore:
         taken = self.acquire(request, pages, len(missing), num_kept)
         if taken is None:
             return False
+        if prefix.state is not None and self.states is not None and not self.states.has(prefix.state):
+            tier = self.states.load(prefix.state)
+            if tier is None:
+                self.release(taken)
+                return False
+            request.loaded_blocks[prefix.num_blocks - 1] = tier
         request.pages, request.status = pages, RequestStatus.LOADING
         for (index, content), page in zip(missing, taken[len(pages) :], strict=True):
             pages[index] = page
             self._pages.states[page] = LOADING
             request.loaded_blocks[index // size] = self._transfers.load(page, content)
-        self._transfers.wait(request)
+        self._transfers.wait(request, [(False, page) for page in pages])
+        if prefix.state is not None and self.states is not None:
+            self._transfers.wait(request, self.states.places(prefix.state))
         return True
 
     def transferred(self, keys: Iterable[int], *, ok: bool) -> None:
@@ -340,21 +318,29 @@ class PageStore:
             transfer = self._transfers.end(key, ok=ok)
             if transfer is None or transfer.move.page == NO_PAGE:
                 continue
-            page, content, is_useful = transfer.move.page, transfer.content, transfer.is_useful
-            self._pages.states[page] = COMPUTING
-            if transfer.move.is_load and is_useful:
-                self.register(content[1], page, content[0], content[-1])
-            elif page in self._pages.content:
-                self._pages.states[page] = CACHED
-            if not self._pages.num_owners[page]:
-                if page in self._pages.content:
-                    self.order.add(page, content[-1])
-                else:
-                    self._pages.free(page)
+            is_state, _ = transfer.move.place
+            if is_state and self.states is not None:
+                self.states.transferred(transfer)
+            else:
+                self._transferred(transfer)
             for request in transfer.waiting:
-                request.has_failed |= not is_useful
+                request.has_failed |= not transfer.is_useful
                 if not request.num_transfers:
                     self.abandon(request)
+
+    def _transferred(self, transfer: Transfer) -> None:
+        """Update a KV page whose move has ended."""
+        page, content = transfer.move.page, transfer.content
+        self._pages.states[page] = COMPUTING
+        if transfer.move.is_load and transfer.is_useful:
+            self.register(content[1], page, content[0], content[-1])
+        elif page in self._pages.content:
+            self._pages.states[page] = CACHED
+        if not self._pages.num_owners[page]:
+            if page in self._pages.content:
+                self.order.add(page, content[-1])
+            else:
+                self._pages.free(page)
 
     def abandon(self, request: Request) -> None:
         """Release the pages of a request in status LOADING, which then waits without pages.
@@ -397,7 +383,7 @@ class PageStore:
         if first >= stop or request in self.unshared:
             return
         pages, size, register, tenant = request.pages, self._groups.size, self.register, request.tenant
-        hashes = self.hashes(request)
+        hashes = self.index.hashes(request)
         for index in range(first * size, stop * size):
             if (page := pages[index]) != RELEASED:
                 register(hashes[index // size], page, index % size, tenant)
@@ -406,6 +392,15 @@ class PageStore:
         request.num_registered_blocks = stop
         if self.has_tiers:
             self._store_below(pages[first * size : stop * size])
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Let no request find some owned pages any more, so that their owner can continue them."""
+        for page in pages:
+            if page != RELEASED:
+                group, page_hash, tenant = self._pages.content.pop(page)
+                del self._page_by_hash[group][page_hash]
+                self._pages.states[page] = COMPUTING
+                self.order.uncached(page, tenant)
 
     def _store_below(self, pages: Iterable[int]) -> None:
         """Begin to store cached pages in the next tier, if it lacks them and can take them."""
@@ -416,6 +411,9 @@ class PageStore:
 
     def reset(self, running: Iterable[Request]) -> None:
         """Forget all content. Pages in use stay with their owners; `running` are all owners."""
+        for request in [*self._tails]:
+            self.drop_tail(request)
+            request.num_kept_tokens = 0
         evictable = self.order.clear()
         if self.events is not None:
             self.events.cleared()
@@ -446,5 +444,10 @@ class PageStore:
         idle = {page for page in self._pages.in_state(CACHED) if page not in owners}
         self.order.check_integrity(content, idle)
         if self.states is not None:
-            self.states.check_integrity()
-        self._transfers.check_integrity(self._pages.in_state(LOADING), self._pages.in_state(STORING), loading)
+            self.states.check_integrity([r.tail.state for r in self._tails if r.tail and r.tail.state is not None])
+        self._transfers.check_integrity(self._in_state(LOADING), self._in_state(STORING), loading)
+
+    def _in_state(self, state: PageState) -> list[Place]:
+        """Return all device pages in a state."""
+        pages: list[Place] = [(False, page) for page in self._pages.in_state(state)]
+        return pages if self.states is None else [*pages, *self.states.in_state(state)]

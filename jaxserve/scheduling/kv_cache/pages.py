@@ -19,6 +19,8 @@ class PageState(enum.Enum):
 FREE, COMPUTING, CACHED, LOADING, STORING = PageState  # module globals are read faster than enum members
 
 
+STATES = -1  # group of recurrent layers, whose pages are state snapshots in a pool of their own
+
 # KV group of a cached page, hash up to its last token, and the tenant whose part of the cache it counts towards. A
 # plain tuple is created in a tenth of a named tuple's time.
 Content = tuple[int, bytes, str]

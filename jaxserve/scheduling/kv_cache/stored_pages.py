@@ -7,11 +7,13 @@ from collections.abc import Iterable, Iterator
 from heapq import merge
 from typing import NamedTuple
 
+from jaxserve.scheduling.kv_cache.pages import STATES
+
 NUM_LEVELS = 5  # further uses of a page do not count
 
 
 class PageKey(NamedTuple):
-    """A page's content: its KV group, and the hash that covers all tokens up to its last one."""
+    """A page's content: its KV group, STATES for a state snapshot, and the hash of all tokens up to its last one."""
 
     group: int
     page_hash: bytes
@@ -35,18 +37,27 @@ class StoredPages:
         num_pages: capacity.
         keys: pages that an earlier engine has stored and used, the one to delete first in front.
         outlives_device: True if a device failure leaves its content intact.
+        state_pages: pages of the capacity that a state snapshot takes.
 
     Attributes:
         name: the tier's name.
         num_pages: see above.
         outlives_device: see above.
+        state_pages: see above.
     """
 
     def __init__(
-        self, name: str, num_pages: int, keys: Iterable[PageKey] = (), *, outlives_device: bool = False
+        self,
+        name: str,
+        num_pages: int,
+        keys: Iterable[PageKey] = (),
+        *,
+        outlives_device: bool = False,
+        state_pages: int = 1,
     ) -> None:
-        self.name = name
+        self.name, self.state_pages = name, state_pages
         self.num_pages, self.outlives_device = num_pages, outlives_device
+        self._num_states = 0  # state snapshots among the stored pages
         self._stored: dict[PageKey, int | None] = {}  # move that stored each page
         self._levels: dict[PageKey, int] = {}  # number of uses of stored pages, bounded
         self._used: list[OrderedDict[PageKey, int]] = [OrderedDict() for _ in range(NUM_LEVELS)]  # last use, by level
@@ -55,7 +66,7 @@ class StoredPages:
         self._sources: dict[int, tuple[PageKey, int | None]] = {}  # by load: its page, and the move that stored it
         self._num_loads: Counter[PageKey] = Counter()  # loads by page, without those that have none
         for key in keys:
-            self._stored[key] = None
+            self._add(key, None)
             self._use(key, 1)
 
     def __contains__(self, key: object) -> bool:
@@ -66,13 +77,17 @@ class StoredPages:
         """Stored pages, in the order in which they were first stored."""
         return [*self._stored]
 
-    @property
-    def is_full(self) -> bool:
-        """True if a page must be deleted before another one fits."""
-        return len(self._stored) >= self.num_pages
+    def fits(self, key: PageKey) -> bool:
+        """Return whether another page fits without a deletion."""
+        num_taken = len(self._stored) + self._num_states * (self.state_pages - 1)
+        return num_taken + self.size(key) <= self.num_pages
+
+    def size(self, key: PageKey) -> int:
+        """Return the pages of the capacity that a page takes."""
+        return self.state_pages if key.group == STATES else 1
 
     def victim(self) -> PageKey | None:
-        """Return the page to delete first; None if all are being loaded."""
+        """Return the page to delete first; None if there is none, or all are being loaded."""
         by_age = merge(*map(self._aged, range(NUM_LEVELS)))
         return next((key for _, key in by_age if key not in self._num_loads), None)
 
@@ -90,6 +105,7 @@ class StoredPages:
     def delete(self, key: PageKey) -> None:
         """Delete a page whose content is lost."""
         del self._stored[key], self._used[self._levels.pop(key)][key]
+        self._num_states -= key.group == STATES
 
     def touch(self, key: PageKey) -> None:
         """Note that a page was used, if it is stored: its last owner has released it."""
@@ -111,8 +127,13 @@ class StoredPages:
 
     def store(self, move: int, key: PageKey) -> None:
         """Note that a move stores a page."""
-        self._stored[key] = move
+        self._add(key, move)
         self._use(key, self._deleted.pop(key, 0))
+
+    def _add(self, key: PageKey, move: int | None) -> None:
+        """Note a page that a move stores, or that an earlier engine has."""
+        self._num_states += key.group == STATES and key not in self._stored
+        self._stored[key] = move
 
     def loaded(self, move: int) -> int | None:
         """Note the end of a move that reads a page; return the move that stored the page."""
@@ -129,6 +150,7 @@ class StoredPages:
     def clear(self) -> None:
         """Forget all content, as after a change of weights; moves continue, but their results are useless."""
         self._stored.clear()
+        self._num_states = 0
         self._levels.clear()
         self._deleted.clear()
         for used in self._used:

@@ -15,14 +15,13 @@ few such copies have not ended. A page that is evicted from a tier is copied if 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from math import ceil
 from typing import NamedTuple, Protocol
 
 from jaxserve.scheduling.kv_cache.groups import KVGroups
-from jaxserve.scheduling.kv_cache.pages import Content
+from jaxserve.scheduling.kv_cache.pages import STATES, Content
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.step_plan import LoadCosts
@@ -35,6 +34,9 @@ START_S = 0.002  # time until a load begins and its request can start, besides t
 MAX_COPIES = 256
 
 
+Place = tuple[bool, int]  # whether a device page is a state snapshot, and its number
+
+
 class Move(NamedTuple):
     """A copy of a page's content from one tier to another.
 
@@ -43,7 +45,7 @@ class Move(NamedTuple):
         source: number of the tier from which it is read.
         target: number of the tier to which it is written; one of the two tiers may be DEVICE.
         page: device page; NO_PAGE if neither is DEVICE.
-        content: KV group and content hash.
+        content: KV group and content hash. Pages of recurrent layers, state snapshots, are numbered separately.
     """
 
     key: int
@@ -51,6 +53,16 @@ class Move(NamedTuple):
     target: int
     page: int
     content: PageKey
+
+    @property
+    def is_state(self) -> bool:
+        """True for a state snapshot."""
+        return self.content.group == STATES
+
+    @property
+    def place(self) -> Place:
+        """Pool and page on the device."""
+        return self.is_state, self.page
 
     @property
     def is_load(self) -> bool:
@@ -97,6 +109,9 @@ class PageMover(Protocol):
     def new_tiers(self) -> list[StoredPages]:
         """Return the scheduler's indices of the tiers below device memory, the next one first."""
 
+    def keep_states(self, kept: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of rows that a plan has swapped out, as (slot, page), before its step."""
+
     def start_moves(self, requested: Requested) -> None:
         """Start the work requested while a plan was made, after the plan's step."""
 
@@ -140,18 +155,32 @@ class Transfers:
 
     Attributes:
         tiers: lower tiers.
+        state_pages: pages that take as many bytes as a state snapshot.
         loading: pages being loaded, by group and hash.
     """
 
     def __init__(self, tiers: Sequence[StoredPages] = ()) -> None:
         self.tiers = tiers
+        self.state_pages = tiers[0].state_pages if tiers else 1
         self.loading: dict[tuple[int, bytes], int] = {}
         self._num_worth = len(tiers)  # the first tiers, which are faster than computing
-        self._min_blocks = 0
+        self._block_s = self._page_s = 0.0  # times to compute a block, and to load a page from the slowest of these
+        self._min_s = 0.0
         self._keys = count()
         self._by_key: dict[int, Transfer] = {}
-        self._by_page: dict[int, Transfer] = {}  # of the device
+        self._by_place: dict[Place, Transfer] = {}
+        self._waits: dict[Request, list[Transfer]] = {}  # loads that requests wait for
         self._requested = Requested([], False, [])
+        self._kept_states: list[tuple[int, int]] = []
+
+    def keep_state(self, slot: int, page: int) -> None:
+        """Request a copy of the state in a slot, whose row is swapped out, to a page for snapshots."""
+        self._kept_states.append((slot, page))
+
+    def take_kept_states(self) -> list[tuple[int, int]]:
+        """Return the copies of states requested since the last call, as (slot, page)."""
+        kept, self._kept_states = self._kept_states, []
+        return kept
 
     def take_requested(self) -> Requested:
         """Return the work requested since the last call."""
@@ -159,22 +188,20 @@ class Transfers:
         return requested
 
     def use_costs(self, costs: LoadCosts, groups: KVGroups) -> None:
-        """Choose the tiers from which pages are loaded, and the minimum of blocks; before the first call, any.
+        """Choose the tiers from which pages are loaded, and note the times; before the first call, any load pays.
 
         Args:
             costs: measured times.
             groups: KV groups, with a page each in a block.
         """
-        self._min_blocks = 0
-        block_s = groups.page_size * costs.token_s
-        gains = [block_s - groups.size * page_s for page_s in costs.page_s]
+        self._block_s, self._min_s = groups.page_size * costs.token_s, START_S
+        gains = [self._block_s - groups.size * page_s for page_s in costs.page_s]
         self._num_worth = next((number for number, gain in enumerate(gains) if gain <= 0), len(gains))
-        if self._num_worth:
-            self._min_blocks = ceil(START_S / gains[self._num_worth - 1])
+        self._page_s = costs.page_s[self._num_worth - 1] if self._num_worth else 0.0
 
-    def pays(self, num_blocks: int) -> bool:
-        """Return whether to load this number of blocks is faster than to compute them."""
-        return num_blocks >= self._min_blocks
+    def pays(self, num_blocks: int, num_pages: int) -> bool:
+        """Return whether to load pages is faster than to compute the blocks that they save."""
+        return num_blocks * self._block_s - num_pages * self._page_s >= self._min_s
 
     @property
     def has_requested(self) -> bool:
@@ -223,7 +250,7 @@ class Transfers:
             content: content of the page.
         """
         target, key = source + 1, PageKey(*content[:2])
-        if not self._make_space(target):
+        if not self._make_space(target, key):
             return False
         move = self._begin(source, target, page, content)
         self._tier(target).store(move.key, key)
@@ -233,14 +260,16 @@ class Transfers:
 
     def _copy_down(self, source: int, key: PageKey) -> None:
         """Copy a page of a lower tier to the next one unless that has it, or too many copies have not ended."""
-        is_busy = len(self._by_key) - len(self._by_page) >= MAX_COPIES
+        is_busy = len(self._by_key) - len(self._by_place) >= MAX_COPIES
         if source < len(self.tiers) and key not in self.tiers[source] and not is_busy:
             self._copy(source, NO_PAGE, (*key, ""))
 
-    def _make_space(self, number: int) -> bool:
-        """Delete pages of a lower tier until another one fits; return False if none can be deleted."""
+    def _make_space(self, number: int, key: PageKey) -> bool:
+        """Delete pages of a lower tier until another one fits; return False if it cannot."""
         tier = self._tier(number)
-        while tier.is_full:
+        if tier.size(key) > tier.num_pages:
+            return False
+        while not tier.fits(key):
             victim = tier.victim()
             if victim is None:
                 return False
@@ -254,15 +283,16 @@ class Transfers:
         move = Move(next(self._keys), source, target, page, PageKey(*content[:2]))
         transfer = self._by_key[move.key] = Transfer(move, content)
         if page != NO_PAGE:
-            self._by_page[page] = transfer
+            self._by_place[move.place] = transfer
         self._requested.work.append(move)
         return move
 
-    def wait(self, request: Request) -> None:
-        """Make a request wait for the moves that load its pages."""
-        for page in request.pages:
-            if (transfer := self._by_page.get(page)) is not None and transfer.move.is_load:
+    def wait(self, request: Request, places: Iterable[Place]) -> None:
+        """Make a request wait for the moves that load some of these device pages."""
+        for place in places:
+            if (transfer := self._by_place.get(place)) is not None and transfer.move.is_load:
                 transfer.waiting.append(request)
+                self._waits.setdefault(request, []).append(transfer)
                 request.num_transfers += 1
 
     def end(self, key: int, *, ok: bool) -> Transfer | None:
@@ -276,7 +306,7 @@ class Transfers:
         if transfer is None:
             return None
         move = transfer.move
-        self._by_page.pop(move.page, None)
+        self._by_place.pop(move.place, None)
         transfer.is_useful &= ok
         if move.source != DEVICE:
             stored_by = self._tier(move.source).loaded(key)
@@ -308,8 +338,8 @@ class Transfers:
 
     def abandon(self, request: Request) -> None:
         """Stop a request from waiting; its pages are loaded nevertheless."""
-        for page in request.pages:
-            if (transfer := self._by_page.get(page)) is not None and request in transfer.waiting:
+        for transfer in self._waits.pop(request, ()):
+            if transfer.move.key in self._by_key:
                 transfer.waiting.remove(request)
         request.num_transfers = 0
 
@@ -327,13 +357,17 @@ class Transfers:
         """Forget all moves, and content that a device failure may have destroyed."""
         self.loading.clear()
         self._by_key.clear()
-        self._by_page.clear()
+        self._by_place.clear()
+        self._waits.clear()
+        self._kept_states.clear()
         for tier in self.tiers:
             tier.restart()
         deletions = [each for each in self._requested.work if isinstance(each, Deletion)]
         self._requested = Requested([], self._requested.is_cleared, [*deletions])
 
-    def check_integrity(self, loading: Collection[int], storing: Collection[int], waiting: Sequence[Request]) -> None:
+    def check_integrity(
+        self, loading: Collection[Place], storing: Collection[Place], waiting: Sequence[Request]
+    ) -> None:
         """Assert that pages and requests match the moves.
 
         Args:
@@ -342,15 +376,18 @@ class Transfers:
             waiting: requests in status LOADING.
         """
         transfers = [transfer for transfer in self._by_key.values() if transfer.move.page != NO_PAGE]
-        assert self._by_page == {transfer.move.page: transfer for transfer in transfers}
+        assert self._by_place == {transfer.move.place: transfer for transfer in transfers}
         moves = [transfer.move for transfer in transfers]
-        assert sorted(move.page for move in moves if move.is_load) == sorted(loading), "a page loads by no or two moves"
-        assert sorted(move.page for move in moves if not move.is_load) == sorted(storing), "a page is not being stored"
-        assert set(self.loading.values()) <= set(loading)
+        assert sorted(m.place for m in moves if m.is_load) == sorted(loading), "a page loads by no or two moves"
+        assert sorted(m.place for m in moves if not m.is_load) == sorted(storing), "a page is not being stored"
+        assert {(group == STATES, page) for (group, _), page in self.loading.items()} <= set(loading)
+        assert self._waits.keys() == set(waiting)
         for request in waiting:
-            pages = [t.move.page for t in self._by_key.values() if request in t.waiting]
-            assert len(pages) == len(set(pages)) == request.num_transfers > 0, f"{request.request_id} waits for nothing"
-            assert set(pages) == set(request.pages) & set(loading), f"{request.request_id} waits for others' pages"
+            places = [t.move.place for t in self._by_key.values() if request in t.waiting]
+            assert len(places) == len({*places}) == request.num_transfers > 0, f"{request.request_id} waits for nothing"
+            pages = {page for is_state, page in places if not is_state}
+            held = {page for page in request.pages if (False, page) in loading}
+            assert pages == held, f"{request.request_id} waits for others' pages"
         assert all(request in waiting for t in self._by_key.values() for request in t.waiting), "it waits no more"
 
 
