@@ -145,15 +145,26 @@ class PagePrograms:
 
     def abstract_page(self) -> tuple[Any, ...]:
         """Return shapes, dtypes and shardings of a page's parts in host memory, one for each pool."""
-        gather, ids = self._gather, self._ids(1)
-        specs = tuple(jax.tree.map(partial(self._spec, pool.layout), pool.arrays) for pool in self.pools)
-        if self.mesh is not None:
-            gather = over_devices(gather, self.mesh, (self._arrays, ids), (specs,))
-        (page,) = jax.eval_shape(gather, self._arrays, ids)
         parts: tuple[Any, ...] = jax.tree.map(
-            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding(spec)), page, specs
+            lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._sharding(spec)),
+            self.page_shapes(),
+            self._page_specs,
         )
         return parts
+
+    def page_shapes(self) -> tuple[Any, ...]:
+        """Return shapes and dtypes of a page's parts in host memory, over all devices of the mesh."""
+        gather, ids = self._gather, self._ids(1)
+        if self.mesh is not None:
+            gather = over_devices(gather, self.mesh, (self._arrays, ids), (self._page_specs,))
+        (page,) = jax.eval_shape(gather, self._arrays, ids)
+        parts: tuple[Any, ...] = page
+        return parts
+
+    @property
+    def _page_specs(self) -> tuple[Any, ...]:
+        """Axes over which a page's parts are divided."""
+        return tuple(jax.tree.map(partial(self._spec, pool.layout), pool.arrays) for pool in self.pools)
 
     @property
     def _arrays(self) -> tuple[Any, ...]:

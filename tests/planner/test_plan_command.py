@@ -51,6 +51,24 @@ def test_the_report_has_all_figures_and_survives_json() -> None:
     assert too_large["compile_s"] is None
 
 
+@pytest.mark.parametrize(
+    ("model", "target", "page_bytes", "state_bytes"),
+    [
+        ("llama-3.1-8b", "h200x4", 2 * 32 * 8 * 128 * 2, 0),
+        ("qwen3-next-80b-a3b", "h200x2", 2 * 12 * 2 * 256 * 2, 36 * (32 * 128 * 128 + 3 * 8192) * 4),
+    ],
+)
+def test_host_memory_is_counted_over_all_devices(model: str, target: str, page_bytes: int, state_bytes: int) -> None:
+    """Per token, and per state of 36 layers with 32 heads and a window of 3 tokens."""
+    plan = plan_of(model, target, kv_offloading_size=64)
+    assert plan.host is not None
+    assert plan.host.num_tokens(plan.schedule) * page_bytes == pytest.approx(64 * 2**30, rel=1e-3)
+    assert plan.host.request_bytes(plan.schedule) == plan.schedule.max_model_len * page_bytes + state_bytes
+    assert "host memory        68.72 GB for pages: " in render(plan)
+    assert build_report(plan)["host_bytes"] == 64 * 2**30
+    assert plan_of(model, target).host is None
+
+
 def test_compiler_estimates_are_shown_if_there_are_any() -> None:
     plan = plan_of("llama-3.1-8b", "v6e:1x1", max_model_len=8192)
     assert plan.largest is not None

@@ -16,6 +16,7 @@ PLANNED = {  # engine options that change what is planned
     "expert_parallel_size",
     "gpu_memory_utilization",
     "kv_cache_dtype",
+    "kv_offloading_size",
     "max_logprobs",
     "max_model_len",
     "max_num_batched_tokens",

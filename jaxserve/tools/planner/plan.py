@@ -8,6 +8,7 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.assembly.parameters import adapter_layout
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.tools.planner.host_memory import HostMemory
 from jaxserve.tools.planner.program import StepCompiler, StepProgram
 from jaxserve.tools.planner.remedies import Remedy, find_fitting_len, find_remedies
 from jaxserve.tools.planner.sizes import Memory, Sizes
@@ -61,6 +62,7 @@ class Plan:
         speed: predicted speed; None on a CPU, and if the model does not fit.
         num_expert_shards: number of expert shards; 1 if every device has a part of each expert.
         fitting_len: if the model does not fit, the largest max_model_len that fits, or 0 if none does; None if it fits.
+        host: host memory for pages; None for none.
         remedies: options with which the model fits, or lacks less memory, if no max_model_len fits.
     """
 
@@ -80,6 +82,7 @@ class Plan:
     speed: Speed | None = None
     num_expert_shards: int = 1
     fitting_len: int | None = None
+    host: HostMemory | None = None
     remedies: tuple[Remedy, ...] = ()
 
     @property
@@ -139,7 +142,8 @@ def make_plan(
     stored = sizes.quantization or (None if arch.schemes is None else arch.schemes.method)
     dtypes = sizes.dtype.name, stored, sizes.kv_dtype.name
     names = (sizes.name, target, arch.num_layers, *dtypes, sizes.backend, schedule)
-    plan = Plan(*names, memory.times(target.devices_per_chip), num_expert_shards=config.expert_parallel_size)
+    chip_memory, num_shards = memory.times(target.devices_per_chip), config.expert_parallel_size
+    plan = Plan(*names, chip_memory, num_expert_shards=num_shards, host=sizes.host)
     if sheet is None or memory.missing:
         return _advised(plan, config, memory, advises)
     lengths = prompt_tokens, context_tokens, batch

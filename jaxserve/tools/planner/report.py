@@ -54,6 +54,9 @@ def build_report(plan: Plan) -> Json:
         "decode_temp_bytes_per_chip": plan.decode and _temp_bytes(plan, plan.decode),
         "kv_bytes_per_chip": memory.num_pages * memory.page,
         "kv_tokens": plan.kv_tokens,
+        "host_bytes": plan.host and plan.host.size,
+        "host_tokens": plan.host and plan.host.num_tokens(schedule),
+        "host_bytes_per_request": plan.host and plan.host.request_bytes(schedule),
         "num_requests": plan.num_requests,
         "collectives_per_layer": plan.decode and list(map(asdict, plan.decode.collectives)),
         "collectives_per_layer_largest": plan.largest and list(map(asdict, plan.largest.collectives)),
@@ -164,6 +167,11 @@ def _memory(plan: Plan) -> list[Row]:
     rows.append(("", f"{plan.kv_tokens} tokens, {plan.num_requests} requests of full length"))
     if not plan.fits:
         rows.append(("", f"{_gb(memory.request)} would hold one request of full length"))
+    if plan.host is not None:
+        request = plan.host.request_bytes(plan.schedule)
+        more = f"{plan.host.num_tokens(plan.schedule)} more tokens, {plan.host.size // request} requests of full length"
+        rows.append(("host memory", f"{_gb(plan.host.size)} for pages: {more}"))
+        rows.append(("", f"{_gb(request)} of it for a swapped-out request of full length"))
     return [*rows, *_unused(plan)]
 
 

@@ -32,6 +32,7 @@ from jaxserve.models.params import Params
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.scheduling.schedule_config import ScheduleConfig, resolve_schedule
 from jaxserve.system import machine_memory
+from jaxserve.tools.planner.host_memory import HostMemory, plan_host_memory
 from jaxserve.tools.planner.models import read_model
 from jaxserve.tools.planner.program import Collective, abstract_params
 from jaxserve.tools.planner.speed import Roofline
@@ -124,6 +125,7 @@ class Sizes:
         params: weight shapes on one device.
         schedule: step and pool sizes; if the model does not fit, the pool holds one request of max_model_len.
         memory: memory per device, without temporaries.
+        host: host memory for pages; None for none.
     """
 
     name: str
@@ -137,6 +139,7 @@ class Sizes:
     params: Params
     schedule: ScheduleConfig
     memory: Memory
+    host: HostMemory | None = None
 
     @classmethod
     def resolve(cls, config: EngineConfig, target: Target) -> "Sizes":
@@ -172,8 +175,10 @@ class Sizes:
         memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
         num_pages = config.num_pages or memory.num_pages or schedule.kv_groups.num_pages(schedule.max_model_len)
         schedule = dataclasses.replace(schedule, num_pages=num_pages * schedule.num_data_shards)
+        facts = {"page_size": schedule.page_size, "kv_dtype": kv_dtype, "backend": backend}
+        host = plan_host_memory(config, local, target.num_devices, **facts)
         return cls(
-            *(name, target, arch, local, dtype, kv_dtype, config.quantization, backend, params, schedule, memory)
+            *(name, target, arch, local, dtype, kv_dtype, config.quantization, backend, params, schedule, memory, host)
         )
 
     def roofline(self, collectives: tuple[Collective, ...] = (), collective_tokens: int = 1) -> Roofline:
