@@ -154,6 +154,9 @@ class EngineConfig:
             crash or in a later engine with the same weights and page layout. It holds keys and values of users'
             prompts, readable only by this user. None keeps no pages on disk.
         kv_offloading_disk_size: maximum size of each file in GiB; the least recently used pages are evicted.
+        max_saved_sessions: maximum number of conversations that an owner may have saved next to the pages on disk; see
+            `LLM.sessions`. Owners are those of a server's keys; otherwise there is one.
+        saved_sessions_size: maximum total size in GiB of these files; 1,000 tokens take about 6 KB.
         kv_eviction: budget for each sequence's keys and values: an EvictionConfig, or its fields as a dict or as JSON,
             such as {"method": "streaming_llm", "budget": 1024}; None keeps all. Outputs are then approximate once a
             sequence is longer than the budget; a prompt must fit the pool as a whole.
@@ -252,6 +255,8 @@ class EngineConfig:
     kv_offloading_size: float | None = None
     kv_offloading_path: str | None = None
     kv_offloading_disk_size: float = 8.0
+    max_saved_sessions: int = 1000
+    saved_sessions_size: float = 1.0
     kv_eviction: str | Mapping[str, Any] | EvictionConfig | None = None
     sparse_attention: str | Mapping[str, Any] | SparseAttentionConfig | None = None
     seed: int = 0
@@ -434,6 +439,8 @@ _SCHEMA = Schema(
         "gpu_memory_utilization": number(0, 1, excludes_low=True),
         "kv_offloading_size": number(0).optional(),
         "kv_offloading_disk_size": number(0, excludes_low=True),
+        "max_saved_sessions": integer(1),
+        "saved_sessions_size": number(0, excludes_low=True),
         "seed": integer(0, 2**32 - 1).optional(int),
         "lora_extras": list_of(one_of(LORA_EXTRAS), f"a list with some of {list(LORA_EXTRAS)}"),
         "linear_backend": one_of(("auto", "xla")),

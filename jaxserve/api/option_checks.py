@@ -30,11 +30,12 @@ def check_combinations(config: EngineConfig) -> None:
 
 def _check_tiers(config: EngineConfig) -> None:
     """Check options about tiers below device memory."""
-    if config.kv_offloading_path is None and config.kv_offloading_disk_size != type(config).kv_offloading_disk_size:
-        raise ConfigError(
-            "kv_offloading_disk_size needs kv_offloading_path, the directory of the pages, got only "
-            f"{config.kv_offloading_disk_size}; drop it, or name a directory"
-        )
+    for name in ("kv_offloading_disk_size", "max_saved_sessions", "saved_sessions_size"):
+        if config.kv_offloading_path is None and (value := getattr(config, name)) != getattr(type(config), name):
+            raise ConfigError(
+                f"{name} needs kv_offloading_path, the directory of the pages, got only {value}; drop it, or name a "
+                "directory"
+            )
     if (option := config.offloading_option) is None:
         return
     _require(

@@ -18,7 +18,7 @@ from jaxserve.core.events import CacheReset
 from jaxserve.core.frontend import Frontend
 from jaxserve.core.replica import Replica
 from jaxserve.core.request_reader import RequestReader
-from jaxserve.core.sessions import SavedSession, Sessions
+from jaxserve.core.sessions import SavedSession, SessionQuota, Sessions
 from jaxserve.core.step_chooser import StepChooser
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.batch import MAX_EOS_IDS
@@ -95,7 +95,8 @@ class Engine:
             adapters=self.adapters,
             images=images,
         )
-        self.sessions = Sessions.at(config.kv_offloading_path, has_prefix_cache=config.enable_prefix_caching)
+        quota = SessionQuota(config.max_saved_sessions, int(config.saved_sessions_size * 2**30))
+        self.sessions = Sessions.at(config.kv_offloading_path, quota, has_prefix_cache=config.enable_prefix_caching)
         self.frontend = Frontend(host.send, host.outbox, self.stats, self.arch.pooler, self.sessions.note)
 
     # Requests

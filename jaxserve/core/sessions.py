@@ -43,6 +43,22 @@ class NoSessionsError(RequestError):
     """The engine cannot save conversations."""
 
 
+class SessionQuotaError(RequestError):
+    """An owner's saved conversations are too many or too large."""
+
+
+class SessionQuota(NamedTuple):
+    """Limits for the saved conversations of one owner.
+
+    Attributes:
+        max_sessions: maximum number.
+        max_bytes: maximum total file size.
+    """
+
+    max_sessions: int
+    max_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """A conversation, up to a turn's end.
@@ -108,20 +124,22 @@ class Sessions:
 
     Args:
         directory: where saved ones lie; None if none can be saved.
+        quota: limits for each owner; None for none.
     """
 
-    def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path | None, quota: SessionQuota | None = None) -> None:
+        self._directory, self._quota = directory, quota
+        self._writing = threading.Lock()  # held from the check of the quota until the file is written
         self._latest: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._num_tokens = 0  # in the latest turns
         self._lock = threading.Lock()  # guards both
 
     @classmethod
-    def at(cls, kv_offloading_path: str | None, *, has_prefix_cache: bool) -> Sessions:
+    def at(cls, kv_offloading_path: str | None, quota: SessionQuota, *, has_prefix_cache: bool) -> Sessions:
         """Return sessions for an engine whose disk tier is at this path; None is no disk tier."""
         if kv_offloading_path is None or not has_prefix_cache:
             return cls(None)
-        return cls(Path(kv_offloading_path) / "sessions")
+        return cls(Path(kv_offloading_path) / "sessions", quota)
 
     def note(self, group: RequestGroup) -> None:
         """Remember a request that has ended as its conversation's latest turn, if it has a conversation."""
@@ -164,17 +182,36 @@ class Sessions:
         """Write a session durably under a name, and return it as it was written.
 
         Raises:
+            SessionQuotaError: the owner may not save it in addition to the others.
             RequestError: the name is too long, or the file cannot be written.
         """
         path = self._path(name, session.tenant)
         saved = Session(name, session.token_ids, session.salt, session.tenant, time.time())
-        content = {"version": _VERSION, **asdict(saved)}
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_whole(path, json.dumps(content).encode(), is_durable=True)
-        except OSError as error:
-            raise RequestError(f"the session {brief(name)} cannot be saved: {error.strerror}") from error
+        content = json.dumps({"version": _VERSION, **asdict(saved)}).encode()
+        with self._writing:
+            try:
+                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._check_quota(path, session.tenant, len(content))
+                write_whole(path, content, is_durable=True)
+            except OSError as error:
+                raise RequestError(f"the session {brief(name)} cannot be saved: {error.strerror}") from error
         return saved
+
+    def _check_quota(self, path: Path, tenant: str, num_bytes: int) -> None:
+        """Raise SessionQuotaError if an owner may not have a file of this size in addition to the others."""
+        if self._quota is None:
+            return
+        others = [each.stat().st_size for each in self._files(tenant) if each != path]
+        max_sessions, max_bytes = self._quota
+        if len(others) >= max_sessions:
+            raise SessionQuotaError(
+                f"max_saved_sessions={max_sessions:,} conversations are saved already; delete one, or raise it"
+            )
+        if sum(others) + num_bytes > max_bytes:
+            raise SessionQuotaError(
+                f"saved conversations must take at most {max_bytes:,} bytes (saved_sessions_size), and this one would "
+                f"make it {sum(others) + num_bytes:,}; delete others, or raise it"
+            )
 
     def read(self, name: str, tenant: str = "") -> Session:
         """Return a saved session; UnknownSessionError if there is none."""
@@ -185,8 +222,7 @@ class Sessions:
 
     def list(self, tenant: str = "") -> list[Session]:
         """Return a tenant's saved sessions, the latest first."""
-        directory = self._require()
-        found = [_read(path) for path in directory.glob("*.json")]
+        found = [_read(path) for path in self._files(tenant)]
         own = [session for session in found if session is not None and session.tenant == tenant]
         return sorted(own, key=lambda session: -session.created_s)
 
@@ -215,8 +251,16 @@ class Sessions:
         """Return the file of a session, whose name tells nothing."""
         if not 0 < len(name) <= MAX_NAME_LEN:
             raise RequestError(f"the name of a session must have 1 to {MAX_NAME_LEN} characters, got {len(name)}")
-        digest = blake2b(json.dumps([tenant, name]).encode(), digest_size=16).hexdigest()
-        return self._require() / f"{digest}.json"
+        return self._require() / f"{_digest(tenant)}-{_digest(tenant, name)}.json"
+
+    def _files(self, tenant: str) -> list[Path]:
+        """Return the files of a tenant's saved sessions."""
+        return [*self._require().glob(f"{_digest(tenant)}-*.json")]
+
+
+def _digest(*names: str) -> str:
+    """Return a part of a file's name that does not tell these names."""
+    return blake2b(json.dumps(names).encode(), digest_size=16).hexdigest()
 
 
 def _read(path: Path) -> Session | None:

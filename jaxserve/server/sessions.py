@@ -16,6 +16,7 @@ from jaxserve.core.sessions import (
     RestoredSession,
     SavedSession,
     Session,
+    SessionQuotaError,
     UnknownSessionError,
 )
 from jaxserve.errors import RequestError, brief
@@ -155,6 +156,8 @@ def _naming(work: Callable[..., Any], *args: Any) -> Any:
         raise BadRequestError(str(error), None, "session_not_found", 404) from error
     except NoSessionsError as error:
         raise BadRequestError(str(error), None, "sessions_not_supported", 501) from error
+    except SessionQuotaError as error:
+        raise BadRequestError(str(error), None, "session_quota_exceeded", 507) from error
     except BadRequestError:
         raise
     except RequestError as error:

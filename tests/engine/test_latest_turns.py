@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from simulation import make_request
 from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.core import sessions as module
 from jaxserve.core.growing_outputs import RequestGroup
-from jaxserve.core.sessions import Session, Sessions, UnknownSessionError
+from jaxserve.core.sessions import Session, SessionQuota, SessionQuotaError, Sessions, UnknownSessionError
 
 
 def test_the_oldest_turns_are_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -46,9 +47,27 @@ def test_threads_remember_and_forget_the_same_turn(tmp_path: Path) -> None:
 
 
 def test_other_files_are_no_sessions(tmp_path: Path) -> None:
-    for index, content in enumerate(("3", "[]", '"a"', "{}", "{", "null")):
-        (tmp_path / f"{index}.json").write_text(content)
-    assert Sessions(tmp_path).list() == []
+    sessions = Sessions(tmp_path)
+    path = sessions._path("a", "")
+    for content in ("3", "[]", '"a"', "{}", "{", "null"):
+        path.write_text(content)
+        assert sessions.list() == []
+
+
+def test_each_owner_saves_up_to_the_quota(tmp_path: Path) -> None:
+    sessions = Sessions(tmp_path, SessionQuota(max_sessions=2, max_bytes=1000))
+    session = Session("a", [1] * 50, "")
+    for name in ("a", "b", "a"):  # again: it replaces the first
+        sessions.write(session, name)
+    with pytest.raises(SessionQuotaError, match="max_saved_sessions=2 conversations are saved already; delete one"):
+        sessions.write(session, "c")
+    sessions.write(replace(session, tenant="other"), "c")
+    sessions.delete("b")
+    sessions.write(session, "c")
+    sessions.delete("a")
+    with pytest.raises(SessionQuotaError, match=r"at most 1,000 bytes \(saved_sessions_size\), .* make it 1,\d+;"):
+        sessions.write(replace(session, token_ids=[1] * 280), "a")
+    assert [each.name for each in sessions.list()] == ["c"]
 
 
 def test_an_earlier_turn_is_not_saved_in_place_of_one_with_an_adapter(tmp_path: Path) -> None:
