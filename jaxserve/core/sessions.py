@@ -253,9 +253,9 @@ class Sessions:
             raise RequestError(f"the name of a session must have 1 to {MAX_NAME_LEN} characters, got {len(name)}")
         return self._require() / f"{_digest(tenant)}-{_digest(tenant, name)}.json"
 
-    def _files(self, tenant: str) -> list[Path]:
+    def _files(self, tenant: str) -> tuple[Path, ...]:
         """Return the files of a tenant's saved sessions."""
-        return [*self._require().glob(f"{_digest(tenant)}-*.json")]
+        return (*self._require().glob(f"{_digest(tenant)}-*.json"),)
 
 
 def _digest(*names: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.kv_forms import Latents, NewTokens
+from jaxserve.layers.kv_forms import LatentForm, NewTokens
 from jaxserve.pallas_kernels import ragged_paged_attention as ops
 from jaxserve.pallas_kernels.op import AUTO, UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
@@ -30,7 +30,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 
 
 @dataclass(frozen=True)
-class IndexedLatents(Latents):
+class IndexedLatents(LatentForm[IndexedPages]):
     """MLA latents, and an index key per token.
 
     Attributes:
@@ -68,22 +68,22 @@ class IndexedLatents(Latents):
             )
         return super().select_backend("xla", num_query_heads=num_query_heads, **facts)
 
-    def new_pages(  # type: ignore[override]  # a pool with index keys
+    def new_pages(
         self, backend: str, *, num_layers: int, num_pages: int, page_size: int, dtype: jnp.dtype
     ) -> IndexedPages:
         """Return an empty pool for a named backend."""
         sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
         is_wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
-        latents = super().new_pages(backend, **sizes, dtype=dtype)
+        latents: Pages = ops.new_pages(backend, self.kind, **sizes, dtype=dtype)
         keys: Pages = ops.new_pages(backend, self._index_kind, **sizes, dtype=dtype if is_wide else jnp.bfloat16)
         assert isinstance(keys, Array), "index keys have no scales"
         return IndexedPages(latents, keys)
 
-    def move_tokens(  # type: ignore[override]  # a pool with index keys
+    def move_tokens(
         self, backend: str, kv_pages: IndexedPages, page_table: Int[Array, "rows M"], *moves: Array
     ) -> IndexedPages:
         """Copy latents and index keys within their rows, in all layers."""
-        latents = super().move_tokens(backend, kv_pages.latents, page_table, *moves)
+        latents: Pages = ops.move_tokens(backend, self.kind, kv_pages.latents, page_table, *moves)
         keys: Pages = ops.move_tokens(backend, self._index_kind, kv_pages.index_keys, page_table, *moves)
         assert isinstance(keys, Array), "index keys have no scales"
         return IndexedPages(latents, keys)
@@ -92,7 +92,7 @@ class IndexedLatents(Latents):
         """Return the bytes for a layer's scores and gathered latents, whatever the number of rows."""
         return indexed.working_bytes(self.rank + self.rope_dim, num_heads, self.top_k, max_len)
 
-    def attend(  # type: ignore[override]  # a pool with index keys
+    def attend(
         self,
         new: NewTokens,
         rows: RaggedRows,

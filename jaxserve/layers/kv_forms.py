@@ -6,7 +6,7 @@ A model's form determines its pool, backend and attention; only `models.kv_layou
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
@@ -52,7 +52,10 @@ class NewTokens(NamedTuple):
     ahead: Int32[Array, " T"] | None = None
 
 
-class KVForm(ABC):
+PoolT = TypeVar("PoolT")  # a device's pool
+
+
+class KVForm(ABC, Generic[PoolT]):
     """Vectors that a layer stores per token in a device's pool; hashable."""
 
     @property
@@ -81,14 +84,13 @@ class KVForm(ABC):
         """Return a named backend's default page size in tokens."""
         return ops.default_page_size(backend, self.kind, kv_dtype)
 
-    def new_pages(self, backend: str, *, num_layers: int, num_pages: int, page_size: int, dtype: jnp.dtype) -> Pages:
+    @abstractmethod
+    def new_pages(self, backend: str, *, num_layers: int, num_pages: int, page_size: int, dtype: jnp.dtype) -> PoolT:
         """Return an empty pool for a named backend."""
-        sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
-        return ops.new_pages(backend, self.kind, **sizes, dtype=dtype)
 
-    def move_tokens(self, backend: str, kv_pages: Pages, page_table: Int[Array, "rows M"], *moves: Array) -> Pages:
+    @abstractmethod
+    def move_tokens(self, backend: str, kv_pages: PoolT, page_table: Int[Array, "rows M"], *moves: Array) -> PoolT:
         """Copy tokens within their rows, in all layers; see `ragged_paged_attention.move_tokens`."""
-        return ops.move_tokens(backend, self.kind, kv_pages, page_table, *moves)
 
     def choice_bytes(self, num_rows: int, num_heads: int, max_len: int, page_size: int) -> int:
         """Return a step's bytes in a layer for rows that choose among their tokens; 0 if they attend to all.
@@ -110,12 +112,12 @@ class KVForm(ABC):
         self,
         new: NewTokens,
         rows: RaggedRows,
-        kv_pages: Pages,
+        kv_pages: PoolT,
         layer: Int[Array, ""],
         options: AttentionOptions,
         *,
         backend: str,
-    ) -> tuple[Float[Array, "N Q V"], Pages]:
+    ) -> tuple[Float[Array, "N Q V"], PoolT]:
         """Rotate the new tokens, write them to the pool and attend; return outputs and the updated pool.
 
         Args:
@@ -128,9 +130,22 @@ class KVForm(ABC):
         """
 
 
+class PlainForm(KVForm[Pages]):
+    """Vectors in a pool that holds nothing else."""
+
+    def new_pages(self, backend: str, *, num_layers: int, num_pages: int, page_size: int, dtype: jnp.dtype) -> Pages:
+        """Return an empty pool for a named backend."""
+        sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
+        return ops.new_pages(backend, self.kind, **sizes, dtype=dtype)
+
+    def move_tokens(self, backend: str, kv_pages: Pages, page_table: Int[Array, "rows M"], *moves: Array) -> Pages:
+        """Copy tokens within their rows, in all layers; see `ragged_paged_attention.move_tokens`."""
+        return ops.move_tokens(backend, self.kind, kv_pages, page_table, *moves)
+
+
 @dataclass(frozen=True)
-class HeadVectors(KVForm):
-    """Keys and values for every KV head.
+class HeadForm(KVForm[PoolT]):
+    """Keys and values for every KV head, in any pool.
 
     Attributes:
         num_kv_heads: number of KV heads, K.
@@ -144,6 +159,11 @@ class HeadVectors(KVForm):
     def kind(self) -> ops.Heads:
         """Number and size of KV heads, as the attention kernels take them."""
         return ops.Heads(self.num_kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True)
+class HeadVectors(PlainForm, HeadForm[Pages]):
+    """Keys and values for every KV head."""
 
     def attend(
         self,
@@ -236,8 +256,8 @@ class PartOfPages(HeadVectors):
 
 
 @dataclass(frozen=True)
-class Latents(KVForm):
-    """MLA (multi-head latent attention): one latent for all heads, whose first elements are the value.
+class LatentForm(KVForm[PoolT]):
+    """MLA (multi-head latent attention), in any pool: one latent for all heads, whose first elements are the value.
 
     Attributes:
         rank: value size, r.
@@ -251,6 +271,11 @@ class Latents(KVForm):
     def kind(self) -> ops.Latents:
         """Parameters of MLA in the attention kernels."""
         return ops.Latents(self.rank, self.rope_dim)
+
+
+@dataclass(frozen=True)
+class Latents(PlainForm, LatentForm[Pages]):
+    """MLA latents."""
 
     def attend(
         self,

@@ -19,7 +19,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.api.sparsity_config import NUM_DENSE_LAYERS
-from jaxserve.layers.kv_forms import HeadVectors, NewTokens
+from jaxserve.layers.kv_forms import HeadForm, HeadVectors, NewTokens
+from jaxserve.pallas_kernels import ragged_paged_attention as ops
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionInputs,
     AttentionOptions,
@@ -39,7 +40,7 @@ class BoundedPages(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BoundedHeads(HeadVectors):
+class BoundedHeads(HeadForm[BoundedPages]):
     """Keys and values whose pages have bounds.
 
     Attributes:
@@ -50,21 +51,27 @@ class BoundedHeads(HeadVectors):
     budget: int
     axis: tuple[str, ...] | None = None
 
-    def new_pages(  # type: ignore[override]  # a pool with bounds
+    def new_pages(
         self, backend: str, *, num_layers: int, num_pages: int, page_size: int, dtype: jnp.dtype
     ) -> BoundedPages:
         """Return an empty pool for a named backend."""
         sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
-        pages = super().new_pages(backend, **sizes, dtype=dtype)
+        pages: Pages = ops.new_pages(backend, self.kind, **sizes, dtype=dtype)
         is_wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
         shape = (num_layers, num_pages, self.num_kv_heads, 2 * self.head_dim)
         return BoundedPages(pages, jnp.zeros(shape, dtype if is_wide else jnp.bfloat16))
+
+    def move_tokens(
+        self, backend: str, kv_pages: BoundedPages, page_table: Int[Array, "rows M"], *moves: Array
+    ) -> BoundedPages:
+        """Raise an error: tokens move only after drafts, which an engine with bounds has refused."""
+        raise AssertionError("rows that choose pages take no drafts")
 
     def choice_bytes(self, num_rows: int, num_heads: int, max_len: int, page_size: int) -> int:
         """Return the float32 bytes of all rows' bounds."""
         return 4 * num_rows * -(-max_len // page_size) * self.token_size
 
-    def attend(  # type: ignore[override]  # a pool with bounds
+    def attend(
         self,
         new: NewTokens,
         rows: RaggedRows,
@@ -73,12 +80,8 @@ class BoundedHeads(HeadVectors):
         options: AttentionOptions,
         *,
         backend: str,
-        num_parts: int | None = None,
     ) -> tuple[Float[Array, "N Q V"], BoundedPages]:
-        """Rotate, write keys, values and bounds, and attend; rows in `new.choosing` only to the pages that they choose.
-
-        `num_parts` is None: no layers share pages.
-        """
+        """Rotate, write keys, values and bounds, and attend; rows in `new.choosing` to the pages that they choose."""
         assert isinstance(new.v, Array), "only latents have matrices"
         inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope).rotated(last_only=options.last_only)
         page_size = pool_page_size(backend, kv_pages.pages)
@@ -89,7 +92,8 @@ class BoundedHeads(HeadVectors):
             queries = inputs.q.at[first].get(mode="clip")
             chosen = self._choose(queries, bounds, layer, rows, new.choosing, page_size)
             rows = rows._replace(pages_to_read=chosen)
-        out, pages = super().attend(new, rows, kv_pages.pages, layer, options, backend=backend, num_parts=num_parts)
+        heads = HeadVectors(self.num_kv_heads, self.head_dim)
+        out, pages = heads.attend(new, rows, kv_pages.pages, layer, options, backend=backend)
         return out, BoundedPages(pages, bounds)
 
     def _choose(

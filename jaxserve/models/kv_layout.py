@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents, MixedHeads, PartOfPages
+from jaxserve.layers.kv_forms import HeadVectors, KVForm, LatentForm, MixedHeads, PartOfPages
 from jaxserve.layers.page_bounds import BoundedHeads
 from jaxserve.models.layer_spec import LayerSpec, local_kv
 
@@ -28,7 +28,7 @@ class _Kind(NamedTuple):
     """
 
     window: int | None
-    kv: HeadVectors | Latents
+    kv: HeadVectors | LatentForm[Any]
     num_parts: int
 
 
@@ -57,14 +57,14 @@ class KVLayout:
     """
 
     layers: tuple[LayerKV, ...]
-    pool: KVForm
+    pool: KVForm[Any]
 
-    def form(self, layer: int) -> KVForm:
+    def form(self, layer: int) -> KVForm[Any]:
         """Return a layer's token layout in the pool."""
         kind = self.layers[layer].kind
         return self.pool if kind is None else self._form(kind)
 
-    def _form(self, kind: _Kind) -> KVForm:
+    def _form(self, kind: _Kind) -> KVForm[Any]:
         """Return the token layout for layers with these properties: a part of a page if their heads are smaller."""
         if isinstance(self.pool, BoundedHeads):
             return self.pool
@@ -84,7 +84,7 @@ class KVLayout:
         return tuple(kind.window for kind in self._groups)
 
     @property
-    def forms(self) -> tuple[KVForm, ...]:
+    def forms(self) -> tuple[KVForm[Any], ...]:
         """Each group's token layout."""
         return tuple(map(self._form, self._groups))
 
@@ -120,7 +120,7 @@ def lay_out(
     smaller, *others = sorted(
         {kind.kv: None for kind in kinds if kind is not None}, key=partial(_token_size, num_devices=1)
     )
-    pool: KVForm = smaller
+    pool: KVForm[Any] = smaller
     if others:
         [larger] = others
         assert isinstance(larger, HeadVectors), "no model has both MLA and KV heads"
@@ -181,7 +181,7 @@ def _kinds(layers: Iterable[LayerSpec], num_devices: int) -> list[_Kind | None]:
     return [_Kind(mixer.window, mixer.kv, largest // sizes[mixer.kv]) if mixer else None for mixer in mixers]
 
 
-def _token_size(kv: HeadVectors | Latents, num_devices: int) -> int:
+def _token_size(kv: HeadVectors | LatentForm[Any], num_devices: int) -> int:
     """Return the elements per token in a layer on a device; 1 for MLA, whose layers are alike."""
     local = local_kv(kv, num_devices)
     return local.token_size if isinstance(local, HeadVectors) else 1

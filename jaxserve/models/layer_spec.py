@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 from jax import Array
 
 from jaxserve.layers.experts import Experts
-from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents
+from jaxserve.layers.kv_forms import HeadVectors, KVForm, LatentForm
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.layers.sharding import EXPERTS, held_heads
 from jaxserve.layers.state_forms import StateForm
@@ -79,7 +79,7 @@ class AttentionSpec:
     """
 
     num_heads: int
-    kv: HeadVectors | Latents
+    kv: HeadVectors | LatentForm[Any]
     scale: float | None = None
     rope: RopeConfig | None = None
     window: int | None = None
@@ -96,19 +96,19 @@ class AttentionSpec:
     @property
     def head_dim(self) -> int:
         """Elements per head that RoPE reads."""
-        return self.kv.rope_dim if isinstance(self.kv, Latents) else self.kv.head_dim
+        return self.kv.rope_dim if isinstance(self.kv, LatentForm) else self.kv.head_dim
 
     @property
     def mla_sizes(self) -> tuple[MlaSizes, int, int]:
         """MLA sizes: `mla`, the latent rank, and the rotated elements per head."""
         assert self.mla is not None, "the layer has MLA"
-        assert isinstance(self.kv, Latents), "MLA keeps latents"
+        assert isinstance(self.kv, LatentForm), "MLA keeps latents"
         return self.mla, self.kv.rank, self.kv.rope_dim
 
     @property
     def num_kv_heads(self) -> int:
         """KV heads; one for MLA, whose latents all heads read."""
-        return 1 if isinstance(self.kv, Latents) else self.kv.num_kv_heads
+        return 1 if isinstance(self.kv, LatentForm) else self.kv.num_kv_heads
 
     @property
     def options(self) -> AttentionOptions:
@@ -128,9 +128,9 @@ class AttentionSpec:
         return dataclasses.replace(self, num_heads=factor * self.num_heads, kv=kv)
 
 
-def local_kv(kv: HeadVectors | Latents, num_devices: int) -> HeadVectors | Latents:
+def local_kv(kv: HeadVectors | LatentForm[Any], num_devices: int) -> HeadVectors | LatentForm[Any]:
     """Return the vectors on a device, if `num_devices` divide the heads; fewer KV heads than devices are copied."""
-    if isinstance(kv, Latents):
+    if isinstance(kv, LatentForm):
         return kv
     return HeadVectors(len(held_heads(kv.num_kv_heads, 0, num_devices)), kv.head_dim)
 
@@ -208,7 +208,7 @@ class LayerOptions(NamedTuple):
 
     spec: LayerSpec
     kv_group: int
-    kv: KVForm
+    kv: KVForm[Any]
     kv_source: int | None = None
 
     def share(

@@ -175,8 +175,9 @@ class Sizes:
         memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
         num_pages = config.num_pages or memory.num_pages or schedule.kv_groups.num_pages(schedule.max_model_len)
         schedule = dataclasses.replace(schedule, num_pages=num_pages * schedule.num_data_shards)
-        facts = {"page_size": schedule.page_size, "kv_dtype": kv_dtype, "backend": backend}
-        host = plan_host_memory(config, local, target.num_devices, **facts)
+        host = plan_host_memory(
+            config, local, target.num_devices, page_size=schedule.page_size, kv_dtype=kv_dtype, backend=backend
+        )
         return cls(
             *(name, target, arch, local, dtype, kv_dtype, config.quantization, backend, params, schedule, memory, host)
         )
