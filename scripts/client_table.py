@@ -24,7 +24,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.api.config import DEFAULT_MODEL, embedded_model
+from jaxserve.api.config import DEFAULT_MODEL
+from jaxserve.api.embedded import embedded_model
 
 CLIENTS = Path(__file__).parent / "clients"
 # lm-eval moves white space at the end of a query to the answer.

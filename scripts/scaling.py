@@ -24,7 +24,8 @@ import numpy as np
 import psutil
 from matplotlib.figure import Figure
 
-from jaxserve.api.config import EngineConfig, embedded_model
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.embedded import embedded_model
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.scheduling.step_plan import StepShape

@@ -18,7 +18,8 @@ from pathlib import Path
 import jax
 
 from jaxserve import SamplingParams
-from jaxserve.api.config import DEFAULT_DRAFTS, embedded_model
+from jaxserve.api.config import DEFAULT_DRAFTS
+from jaxserve.api.embedded import embedded_model
 from jaxserve.api.speculation_config import TREE_METHODS, SpeculationConfig
 from jaxserve.tools.figures.plotting import reason_missing
 from speculative.page import markdown, table, write_page

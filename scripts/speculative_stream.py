@@ -28,7 +28,8 @@ import numpy as np
 import psutil
 
 from jaxserve import SamplingParams
-from jaxserve.api.config import DEFAULT_DRAFTS, embedded_model
+from jaxserve.api.config import DEFAULT_DRAFTS
+from jaxserve.api.embedded import embedded_model
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.assembly.driven import DrivenEngine
 from speculative.runs import start

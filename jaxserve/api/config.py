@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxserve.api.chat_options import ChatOptions, read_template
+from jaxserve.api.embedded import embedded_model
 from jaxserve.api.kv_events_config import KVEventsConfig
 from jaxserve.api.lora_request import LORA_EXTRAS
 from jaxserve.api.option_checks import check_combinations
@@ -154,9 +154,8 @@ class EngineConfig:
             crash or in a later engine with the same weights and page layout. It holds keys and values of users'
             prompts, readable only by this user. None keeps no pages on disk.
         kv_offloading_disk_size: maximum size of each file in GiB; the least recently used pages are evicted.
-        max_saved_sessions: maximum number of conversations that an owner may have saved next to the pages on disk; see
-            `LLM.sessions`. Owners are those of a server's keys; otherwise there is one.
-        saved_sessions_size: maximum total size in GiB of these files; 1,000 tokens take about 6 KB.
+        max_saved_sessions: maximum number of conversations (`LLM.sessions`) that each owner of a key may have saved.
+        saved_sessions_size: maximum total size of an owner's saved conversations in GiB; 1,000 tokens take about 6 KB.
         kv_eviction: budget for each sequence's keys and values: an EvictionConfig, or its fields as a dict or as JSON,
             such as {"method": "streaming_llm", "budget": 1024}; None keeps all. Outputs are then approximate once a
             sequence is longer than the budget; a prompt must fit the pool as a whole.
@@ -387,14 +386,6 @@ class EngineConfig:
         if self.compilation_cache_dir == "auto":
             return user_cache_dir() / "compiled"
         return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
-
-
-def embedded_model(name: str) -> Path:
-    """Return the directory of a checkpoint shipped with the package, such as DEFAULT_MODEL."""
-    package = find_spec("jaxserve.weights")  # found, not imported: it loads jax
-    assert package is not None
-    assert package.submodule_search_locations
-    return Path(package.submodule_search_locations[0]) / name
 
 
 def _from_text(value: Any) -> Any:

@@ -12,7 +12,8 @@ from typing import Literal
 import jax.numpy as jnp
 
 from jaxserve import weights
-from jaxserve.api.config import DEFAULT_DRAFTS, EngineConfig, embedded_model
+from jaxserve.api.config import DEFAULT_DRAFTS, EngineConfig
+from jaxserve.api.embedded import embedded_model
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.assembly.draft import Draft
 from jaxserve.assembly.generation_defaults import build_arch, resolve_quantization

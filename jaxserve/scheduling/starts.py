@@ -273,11 +273,12 @@ class StartPlanner:
             return False
         num_pages = ledger.groups.num_blocks(start + num_tokens) * ledger.groups.size
         taken = copied if request.num_kept_tokens and ledger.store.num_evictable(copied) == len(copied) else []
-        ledger.store.retain(copied)  # so that the allocation does not evict them
-        pages = ledger.store.acquire(request, cached, num_pages - len(cached) - len(taken), num_kept)
-        if pages is None:
-            ledger.store.release(copied)
+        num_new = num_pages - len(cached) - len(taken)
+        if not ledger.store.fits([*cached, *copied], num_new, num_kept):
             return False
+        ledger.store.retain(copied)  # so that the allocation does not evict them
+        pages = ledger.store.acquire(request, cached, num_new, num_kept)
+        assert pages is not None, "they fit"
         if taken:  # no other request has computed them
             ledger.store.forget(taken)
             pages[len(cached) : len(cached)] = taken

@@ -7,7 +7,8 @@ import jax
 import pytest
 
 from jaxserve import LLM, SamplingParams, cli
-from jaxserve.api.config import DEFAULT_MODEL, embedded_model
+from jaxserve.api.config import DEFAULT_MODEL
+from jaxserve.api.embedded import embedded_model
 from tests.e2e.sizes import EMBEDDED
 from tests.soon_compiled import few_programs
 

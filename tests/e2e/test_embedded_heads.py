@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.api.config import DEFAULT_DRAFTS, embedded_model
+from jaxserve.api.config import DEFAULT_DRAFTS
+from jaxserve.api.embedded import embedded_model
 from tests.e2e.sizes import EMBEDDED
 from tests.parameters import some_by_default
 from tests.soon_compiled import few_programs

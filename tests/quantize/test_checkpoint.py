@@ -14,7 +14,8 @@ import pytest
 import transformers
 
 from jaxserve import cli, weights
-from jaxserve.api.config import DEFAULT_MODEL, embedded_model
+from jaxserve.api.config import DEFAULT_MODEL
+from jaxserve.api.embedded import embedded_model
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
 from jaxserve.tools.quantizer import checkpoint

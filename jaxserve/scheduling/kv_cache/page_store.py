@@ -11,9 +11,8 @@ before its transfer has ended. Then it is cached, or free if it failed to load o
 Each KV group has pages of its own, and the kind of the group decides which of them a token sees (`group_kinds.py`). A
 prefix is cached if every kind finds all pages that the next token sees (`prefix_index.py`).
 
-With lower tiers, a preempted request is swapped out. It keeps its tail until the tokens of steps in flight are read:
-the pages with these tokens, and a copy of its recurrent layers' state. They are then cached under the hashes of these
-tokens, so that the request continues without computing anything again.
+With lower tiers, a preempted request is swapped out. Until the tokens of steps in flight are read, it keeps its tail:
+the pages with these tokens, and a copy of its recurrent state. They are then cached, too, and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -100,10 +99,12 @@ class PageStore:
                 self._pages.free(page)
         return self._pages.take(num_pages)
 
-    def acquire(self, request: Request, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
-        """Return `cached` pages with a further owner, followed by `num_new` new ones.
+    def fits(self, cached: Sequence[int], num_new: int, num_kept: int) -> bool:
+        """Return whether `num_kept` pages stay free if a request gets cached pages and `num_new` new ones."""
+        return self.num_evictable(cached) + num_new + num_kept <= self.num_available
 
-        Returns None, without a change, unless `num_kept` pages stay free.
+    def acquire(self, request: Request, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
+        """Return `cached` pages with a further owner, followed by new ones; None, without a change, if they do not fit.
 
         Args:
             request: request that gets the pages.
@@ -111,17 +112,15 @@ class PageStore:
             num_new: number of further pages.
             num_kept: number of pages that stay free.
         """
-        self.retain(cached)  # first, so that the allocation does not evict them
-        new = self.allocate(num_new, request.tenant) if num_new + num_kept <= self.num_available else None
-        if new is None:
-            self.release(cached)
+        if not self.fits(cached, num_new, num_kept):
             return None
+        self.retain(cached)  # first, so that the allocation does not evict them
+        new = self.allocate(num_new, request.tenant)
+        assert new is not None, "they fit"
         return cached + new
 
     def grow(self, request: Request, num_tokens: int) -> int | None:
-        """Give a running request the pages for its next `num_tokens`, and return how many are new; None if too few are
-        free.
-        """
+        """Give a running request the pages for its next tokens; return how many are new, None if too few are free."""
         pages, groups = request.pages, self._groups
         num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) * groups.size - len(pages)
         if num_new <= 0:
@@ -190,8 +189,7 @@ class PageStore:
         self.register_blocks(request, block)
         is_shared = not request.num_hidden_blocks and request not in self.unshared
         self.unshared.discard(request)
-        request.num_kept_tokens = 0
-        num_in_tail = 0
+        request.num_kept_tokens = num_in_tail = 0
         if keep and is_shared:
             num_in_tail = self._keep_tail(request, block, num_tokens)
         elif request.shares_last_page and is_shared:
@@ -212,8 +210,9 @@ class PageStore:
         """
         num_tokens = request.num_computed_tokens if self._groups.sparsity is None else num_certain
         size = self._groups.size
-        self.release(request.pages[self._groups.num_blocks(num_tokens) * size :])
-        del request.pages[self._groups.num_blocks(num_tokens) * size :]
+        stop = self._groups.num_blocks(num_tokens) * size
+        self.release(request.pages[stop:])
+        del request.pages[stop:]
         state = self.states.hold() if self.states is not None and self._groups.sparsity is None else None
         if state is not None:
             self._transfers.keep_state(request.slot, state)
@@ -224,7 +223,7 @@ class PageStore:
         return len(request.pages) - block * size
 
     def settle(self, request: Request) -> None:
-        """Cache the tail of a request that was swapped out if it has one, and no token of a step in flight is left."""
+        """Cache the tail of a request if it has one, and no token of a step in flight is left."""
         if request.tail is None or (request.num_pending_tokens and self._groups.sparsity is None):
             return
         num_tokens, (block, pages, state) = request.num_kept_tokens, request.tail
@@ -243,7 +242,7 @@ class PageStore:
         self.drop_tail(request)
 
     def drop_tail(self, request: Request) -> None:
-        """Release the tail of a request that was swapped out, if it has one; pages that are not cached are free."""
+        """Release the tail of a request, if it has one; pages that are not cached are free."""
         if request.tail is None:
             return
         if request.tail.state is not None and self.states is not None:
@@ -254,11 +253,9 @@ class PageStore:
 
     def _register_last(self, request: Request, num_tokens: int, pages: Sequence[int]) -> None:
         """Make the pages findable that hold a request's last `num_tokens % page_size` tokens, one per group."""
-        if num_tokens % self.page_size:
-            page_hash = self.index.hash_at(request, num_tokens)
-            for group, page in enumerate(pages[: self._groups.size]):
-                if page != RELEASED:
-                    self.register(page_hash, page, group, request.tenant)
+        for group, page in enumerate(pages[: self._groups.size] if num_tokens % self.page_size else ()):
+            if page != RELEASED:
+                self.register(self.index.hash_at(request, num_tokens), page, group, request.tenant)
 
     # Lower tiers
 
@@ -288,15 +285,15 @@ class PageStore:
                 missing.append((block * size + group, (group, page_hash, request.tenant)))
             else:
                 pages[block * size + group] = page
-        taken = self.acquire(request, pages, len(missing), num_kept)
-        if taken is None:
+        if not self.fits(pages, len(missing), num_kept):
             return False
         if prefix.state is not None and self.states is not None and not self.states.has(prefix.state):
             tier = self.states.load(prefix.state)
             if tier is None:
-                self.release(taken)
                 return False
             request.loaded_blocks[prefix.num_blocks - 1] = tier
+        taken = self.acquire(request, pages, len(missing), num_kept)
+        assert taken is not None, "they fit"
         request.pages, request.status = pages, RequestStatus.LOADING
         for (index, content), page in zip(missing, taken[len(pages) :], strict=True):
             pages[index] = page
@@ -396,11 +393,10 @@ class PageStore:
     def forget(self, pages: Iterable[int]) -> None:
         """Let no request find some owned pages any more, so that their owner can continue them."""
         for page in pages:
-            if page != RELEASED:
-                group, page_hash, tenant = self._pages.content.pop(page)
-                del self._page_by_hash[group][page_hash]
-                self._pages.states[page] = COMPUTING
-                self.order.uncached(page, tenant)
+            group, page_hash, tenant = self._pages.content.pop(page)
+            del self._page_by_hash[group][page_hash]
+            self._pages.states[page] = COMPUTING
+            self.order.uncached(page, tenant)
 
     def _store_below(self, pages: Iterable[int]) -> None:
         """Begin to store cached pages in the next tier, if it lacks them and can take them."""
@@ -449,5 +445,5 @@ class PageStore:
 
     def _in_state(self, state: PageState) -> list[Place]:
         """Return all device pages in a state."""
-        pages: list[Place] = [(False, page) for page in self._pages.in_state(state)]
-        return pages if self.states is None else [*pages, *self.states.in_state(state)]
+        pages = ((False, page) for page in self._pages.in_state(state))
+        return [*pages, *([] if self.states is None else self.states.in_state(state))]
