@@ -4,6 +4,7 @@ A page mover simulates the copies from a lower tier on the same clock.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,6 +118,9 @@ class ModelledMover:
     def next_end_s(self) -> float | None:
         """Time at which the next load ends; None if there is none."""
         return self._loading[0][0] if self._loading else None
+
+    def keep_states(self, kept: Sequence[tuple[int, int]]) -> None:
+        """Copy states in no time."""
 
     def start_moves(self, requested: Requested) -> None:
         """Start the moves that the scheduler has requested."""
