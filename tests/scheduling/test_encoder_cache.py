@@ -1,0 +1,129 @@
+"""The encoder cache in random runs: each token reads its own embedding, and images are encoded once."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.errors import RequestError
+from jaxserve.images.prepared import ImageSpan, PreparedImage
+from jaxserve.scheduling.encoder_cache import BLOCK_ROWS, EncoderCache
+from jaxserve.scheduling.request import FinishReason, Request
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.scheduling.scheduler import Scheduler
+
+NUM_ROWS = 4 * BLOCK_ROWS
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 160, "page_size": 4, "num_pages": 60}
+
+
+def image(seed: int, size: int) -> PreparedImage:
+    return PreparedImage(bytes([seed]) * 16, np.zeros((0, 0), np.float32), (1, size), size)
+
+
+def request(request_id: str, parts: list[int | PreparedImage], **options: Any) -> Request:
+    """Return a request whose prompt has, for each part, an image or a number of text tokens."""
+    ids, spans = list[int](), list[ImageSpan]()
+    for part in parts:
+        if isinstance(part, PreparedImage):
+            spans.append(ImageSpan(part, len(ids), np.arange(part.num_embeddings, dtype=np.int32)))
+            ids += [0] * part.num_embeddings
+        else:
+            ids += [1 + len(ids) % 7] * part
+    params = SamplingParams(max_tokens=3)
+    return Request(request_id, ids, params, 0, len(ids) + 3, images=tuple(spans), **options)
+
+
+class Device:
+    """Rows of the encoder cache as the devices have them, and the plans' encoder runs."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, tuple[bytes, int]] = {}
+        self.runs: list[bytes] = []
+
+    def run(self, plan: Any) -> None:
+        """Encode a plan's images; assert that each of its tokens of an image finds its embedding."""
+        for run in plan.encoder_runs:
+            self.runs.append(run.image.digest)
+            self.rows.update({row: (run.image.digest, index) for index, row in enumerate(run.rows.tolist())})
+        for each, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
+            for number, span in enumerate(each.images):
+                for index, position in enumerate(span.positions.tolist()):
+                    if start <= position < start + count:
+                        row = int(each.image_rows[number][index])
+                        assert self.rows[row] == (span.image.digest, index)
+
+
+def drain(scheduler: Scheduler, device: Device, max_plans: int = 400) -> None:
+    """Run plans until all requests have ended; assert that each plan makes progress."""
+    for _ in range(max_plans):
+        if not scheduler.has_unfinished():
+            return
+        step(scheduler, device)
+    raise AssertionError("requests starve")
+
+
+def step(scheduler: Scheduler, device: Device) -> Any:
+    """Run one plan."""
+    plan = scheduler.schedule()
+    assert plan is not None, "no plan is in flight, so that one can be made"
+    device.run(plan)
+    scheduler.update(plan, [[9] * count for count in plan.max_new])
+    scheduler.check_integrity()
+    return plan
+
+
+@pytest.mark.parametrize("sees_images", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_find_their_embeddings(seed: int, sees_images: bool) -> None:
+    rng, device = random.Random(seed), Device()
+    scheduler = Scheduler(ScheduleConfig(**SIZES, num_encoder_rows=NUM_ROWS, sees_images=sees_images))
+    for number in range(24):
+        parts: list[int | PreparedImage] = []
+        for _ in range(rng.randrange(4)):
+            kind = rng.randrange(8)
+            parts += [rng.randrange(3), image(kind, 3 + 4 * kind)]
+        salt = rng.choice([b"", b"other"])
+        scheduler.add(request(str(number), [*parts, rng.randrange(1, 30)], salt=salt))
+        for _ in range(rng.randrange(3)):
+            if scheduler.has_unfinished():
+                plan = step(scheduler, device)
+                if sees_images:
+                    for each, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
+                        assert all(not span.first < start + count < span.end for span in each.images)
+                if rng.randrange(6) == 0 and plan.requests[0].status.name != "FINISHED":
+                    scheduler.finish(plan.requests[0].request_id, FinishReason.ABORT)
+    drain(scheduler, device)
+
+
+def test_images_are_encoded_once_per_salt() -> None:
+    scheduler, device = Scheduler(ScheduleConfig(**SIZES, num_encoder_rows=NUM_ROWS)), Device()
+    for number, salt in enumerate([b"a", b"a", b"b", b"a"]):
+        scheduler.add(request(str(number), [2 + number, image(1, 20), 3, image(1, 20), 1], salt=salt))
+        drain(scheduler, device)
+    assert len(device.runs) == 2
+    scheduler.reset_prefix_cache()
+    scheduler.add(request("again", [3, image(1, 20), 1], salt=b"a"))
+    drain(scheduler, device)
+    assert len(device.runs) == 3
+
+
+def test_encoder_runs_share_a_step() -> None:
+    """A plan encodes no more embeddings than a step has tokens, but always one image."""
+    sizes = SIZES | {"max_num_batched_tokens": 8}
+    scheduler, device = Scheduler(ScheduleConfig(**sizes, num_encoder_rows=NUM_ROWS)), Device()
+    for number in range(4):
+        scheduler.add(request(str(number), [1, image(number, 20), 1, image(10 + number, 3), 1]))
+    while scheduler.has_unfinished():
+        plan = step(scheduler, device)
+        sizes_encoded = [len(run.rows) for run in plan.encoder_runs]
+        assert sum(sizes_encoded) <= 8 or len(sizes_encoded) == 1
+    assert len(device.runs) == 8
+
+
+def test_images_that_never_fit_are_refused() -> None:
+    with pytest.raises(RequestError, match="at most 64 tokens, the size of the encoder cache, got 65"):
+        EncoderCache(NUM_ROWS).check_fits(request("0", [image(1, 65)]))
+    with pytest.raises(RequestError, match="at most 36 tokens, got 40; raise max_num_batched_tokens"):
+        EncoderCache(NUM_ROWS, 36).check_fits(request("0", [image(1, 40)]))
