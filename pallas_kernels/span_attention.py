@@ -78,7 +78,7 @@ class Native(Backend):
 
     def unsupported_reason(self, problem: Problem) -> str | None:
         """Return why the kernel cannot run (platform, library); None if it can."""
-        return "it runs on CPU only" if problem.platform != "cpu" else native.no_spans()
+        return "it runs on CPU only" if problem.platform != "cpu" else native.unavailable()
 
     def attend(self, inputs: SpanInputs, scale: float) -> Float[Array, "T heads H"]:
         """Rotate and attend in one FFI call.

@@ -22,7 +22,7 @@ SPAN_ATTENTION = "jaxserve_span_attention"
 LINEAR = "jaxserve_linear"
 GROUPED_LINEAR = "jaxserve_grouped_linear"
 ZEROS = "jaxserve_zeros"
-ABI = 16  # version of the calls' signatures and of packed weights; ffi.cc has the same number
+ABI = 17  # version of the calls' signatures and of packed weights; ffi.cc has the same number
 
 _DIRECTORY = Path(__file__).parent
 _LIBRARY = _DIRECTORY / "_kernels.so"
@@ -39,23 +39,10 @@ def unavailable() -> str | None:
         library = _library()
         if (built := library.jaxserve_native_abi()) != ABI:
             return f"the native kernels are of version {built}, not {ABI}; reinstall the package"
-        for name in (ATTENTION, LINEAR, GROUPED_LINEAR, ZEROS):
+        for name in (ATTENTION, SPAN_ATTENTION, LINEAR, GROUPED_LINEAR, ZEROS):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         return f"the native kernels do not load, reinstall the package: {error}"
-    return None
-
-
-@functools.cache
-def no_spans() -> str | None:
-    """Return the reason why attention over spans cannot be called, or None once it is registered."""
-    if (reason := unavailable()) is not None:
-        return reason
-    try:
-        target = jax.ffi.pycapsule(getattr(_library(), SPAN_ATTENTION))
-    except AttributeError:
-        return "the native kernels were built without it; reinstall the package"
-    jax.ffi.register_ffi_target(SPAN_ATTENTION, target, platform="cpu")
     return None
 
 

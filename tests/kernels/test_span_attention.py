@@ -61,7 +61,7 @@ def test_outputs_are_those_of_a_dense_softmax(backend, case):
     np.testing.assert_allclose(out, dense(inputs, 0.3), rtol=0, atol=5e-6)
 
 
-@pytest.mark.skipif(native.no_spans() is not None, reason="there are no native kernels")
+@pytest.mark.skipif(native.unavailable() is not None, reason="there are no native kernels")
 def test_spans_with_gaps_are_refused():
     x, spans = jnp.zeros((4, 1, 8)), jnp.array([[0, 0, 3, 3], [2, 2, 4, 4]], jnp.int32)
     with pytest.raises(Exception, match="each span must begin where the one before it ends"):
