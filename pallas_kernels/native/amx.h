@@ -1,7 +1,7 @@
 // Products of bfloat16 weights by matrix tiles (AMX): an instruction adds 16 x 16 sums of 32 products each.
 //
 // An input of 24 bits is the sum of three bfloat16 terms of 8 bits, so that products are those of floats: each term is
-// multiplied with the weights, and all are added to the same sums. A row of a tile, i.e. a token, meets the same
+// multiplied with the weights, and all are added to the same sums. An input rounded to bfloat16 is one term. A row of a tile, i.e. a token, meets the same
 // instructions however many rows there are. An input that is not finite makes its token's outputs NaN.
 
 #pragma once
@@ -21,7 +21,6 @@ constexpr int64_t kTileColumns = 32;  // bfloat16 in a row: columns that one ins
 constexpr int64_t kTileNumbers = kTileRows * kTileColumns;
 constexpr int64_t kRowBytes = kTileColumns * sizeof(BFloat16);
 constexpr int64_t kTileSums = kTileRows * kPanelRows;
-constexpr int kTerms = 3;
 constexpr int kTilePanels = 2;          // panels, and tiles of tokens, that are multiplied at once
 constexpr int64_t kTermBytes = 1 << 20;  // bytes of tokens' terms that stay in the second-level cache while panels pass
 constexpr int64_t kNearBytes = 1536, kFarBytes = 6144;  // how far ahead weights are fetched to each level of caches
@@ -98,24 +97,26 @@ inline Number* aligned(void* buffer) {
   return reinterpret_cast<Number*>((reinterpret_cast<uintptr_t>(buffer) + kLineBytes - 1) / kLineBytes * kLineBytes);
 }
 
-// Terms of a tile of tokens, [chunks, terms, rows, 32].
+// Terms of a tile of tokens, [chunks, Terms, rows, 32].
+template <int Terms>
 struct TermTile {
   const uint16_t* terms;
   int64_t num_rows;
 
   const uint16_t* at(int64_t chunk, int64_t term) const {
-    return terms + (chunk * kTerms + term) * num_rows * kTileColumns;
+    return terms + (chunk * Terms + term) * num_rows * kTileColumns;
   }
 };
 
 // Tokens packed as terms, tile after tile.
+template <int Terms>
 class TermTokens : public TileTokens {
  public:
   using Format = Floats<BFloat16>;
 
   static int64_t num_chunks(const LinearProblem& p) { return (p.num_inputs + kTileColumns - 1) / kTileColumns; }
   static int64_t size(const LinearProblem& p) {  // and a line to align them
-    return (p.num_tokens * num_chunks(p) * kTerms * kTileColumns + kTileColumns) / 2;
+    return (p.num_tokens * num_chunks(p) * Terms * kTileColumns + kTileColumns) / 2;
   }
 
   TermTokens(Executor& executor, const LinearProblem& p, float* buffer)
@@ -125,12 +126,12 @@ class TermTokens : public TileTokens {
 
   static int64_t task_tokens(const LinearProblem& p) {
     constexpr int64_t kPair = 2 * kTileRows;
-    return std::max<int64_t>(kTermBytes / (p.num_inputs * kTerms * int64_t{sizeof(BFloat16)}) / kPair, 1) * kPair;
+    return std::max<int64_t>(kTermBytes / (p.num_inputs * Terms * int64_t{sizeof(BFloat16)}) / kPair, 1) * kPair;
   }
   int64_t panels_at_once() const { return kTilePanels; }
 
-  TermTile tile(int64_t index) const {
-    return {terms_ + index * kTileRows * num_chunks_ * kTerms * kTileColumns, rows(index)};
+  TermTile<Terms> tile(int64_t index) const {
+    return {terms_ + index * kTileRows * num_chunks_ * Terms * kTileColumns, rows(index)};
   }
 
  private:
@@ -141,11 +142,11 @@ class TermTokens : public TileTokens {
     std::array<const float*, kTileRows> from;
     for (int64_t t = 0; t < num_rows; ++t) from[t] = prepare(p_, tile * kTileRows + t, buffer + t * K);
     uint16_t* to = const_cast<uint16_t*>(this->tile(tile).terms);
-    for (int64_t k = 0; k < K; k += kTileColumns, to += kTerms * num_rows * kTileColumns) {
+    for (int64_t k = 0; k < K; k += kTileColumns, to += Terms * num_rows * kTileColumns) {
       for (int64_t t = 0; t < num_rows; ++t) {
         F<16> low = load_some<16>(from[t] + k, K - k);
         F<16> high = k + 16 < K ? load_some<16>(from[t] + k + 16, K - k - 16) : F<16>{};
-        for (int64_t term = 0; term < kTerms; ++term) {
+        for (int64_t term = 0; term < Terms; ++term) {
           const I<16> low_bits = bits_of<I<16>>(low) & kTermBits, high_bits = bits_of<I<16>>(high) & kTermBits;
           _mm512_storeu_si512(to + (term * num_rows + t) * kTileColumns, upper_halves(low_bits, high_bits));
           low -= bits_of<F<16>>(low_bits);
@@ -199,38 +200,40 @@ inline NATIVE_INLINE void each_constant(const Use& use) {
 }
 
 // Return the rows of the tiles for `multiply_chunk`: sums, inputs and weights.
-inline TileShapes::Rows tile_rows(const TermTile (&x)[1]) {
+template <int Terms>
+inline TileShapes::Rows tile_rows(const TermTile<Terms> (&x)[1]) {
   const int64_t rows = x[0].num_rows;
   return {rows, rows, rows, rows, rows, kTileRows, kTileRows, kTileRows};
 }
-inline TileShapes::Rows tile_rows(const TermTile (&x)[2]) {
+template <int Terms>
+inline TileShapes::Rows tile_rows(const TermTile<Terms> (&x)[2]) {
   const int64_t first = x[0].num_rows, second = x[1].num_rows;
   return {first, first, second, second, first, second, kTileRows, kTileRows};
 }
 
 // The steps of `multiply_chunk`: of a lone tile of tokens, the terms for each panel, else the terms.
-template <int Tiles, int Panels>
-constexpr int kChunkSteps = kTerms * (Tiles == 1 ? Panels : 1);
+template <int Terms, int Tiles, int Panels>
+constexpr int kChunkSteps = Terms * (Tiles == 1 ? Panels : 1);
 
 // Add the products of a chunk of one or two tiles of tokens with some panels to tiles of sums, the smallest terms first,
 // and call meanwhile(step) after each step.
-template <int Tiles, int Panels, typename Meanwhile>
-inline NATIVE_INLINE void multiply_chunk(const TermTile (&x)[Tiles], int64_t chunk, const uint16_t* weights,
+template <int Panels, int Terms, int Tiles, typename Meanwhile>
+inline NATIVE_INLINE void multiply_chunk(const TermTile<Terms> (&x)[Tiles], int64_t chunk, const uint16_t* weights,
                                          const Meanwhile& meanwhile) {
   if constexpr (Tiles == 1) {
-    each_constant<kTerms>([&](auto term) NATIVE_INLINE { load_tile<2 + term>(x[0].at(chunk, term), kRowBytes); });
+    each_constant<Terms>([&](auto term) NATIVE_INLINE { load_tile<2 + term>(x[0].at(chunk, term), kRowBytes); });
     each_constant<Panels>([&](auto i) NATIVE_INLINE {
       load_tile<6 + i>(weights + i * kTileNumbers, kRowBytes);
-      each_constant<kTerms>([&](auto step) NATIVE_INLINE {
-        multiply_tiles<i, 2 + kTerms - 1 - step, 6 + i>();
-        meanwhile(std::integral_constant<int, i * kTerms + step>{});
+      each_constant<Terms>([&](auto step) NATIVE_INLINE {
+        multiply_tiles<i, 2 + Terms - 1 - step, 6 + i>();
+        meanwhile(std::integral_constant<int, i * Terms + step>{});
       });
     });
   } else {
     each_constant<Panels>([&](auto i) NATIVE_INLINE { load_tile<6 + i>(weights + i * kTileNumbers, kRowBytes); });
-    each_constant<kTerms>([&](auto step) NATIVE_INLINE {
+    each_constant<Terms>([&](auto step) NATIVE_INLINE {
       each_constant<Tiles>([&](auto t) NATIVE_INLINE {
-        load_tile<4 + t>(x[t].at(chunk, kTerms - 1 - step), kRowBytes);
+        load_tile<4 + t>(x[t].at(chunk, Terms - 1 - step), kRowBytes);
         each_constant<Panels>([&](auto i) NATIVE_INLINE { multiply_tiles<2 * t + i, 4 + t, 6 + i>(); });
       });
       meanwhile(step);
@@ -261,16 +264,19 @@ inline void finish_tile(const LinearProblem& p, int64_t first_token, int64_t num
 }
 
 // Multiply tiles of tokens, `Tiles` at a time, with panels, `Panels` at a time. Each chunk of weights is written as tiles
-// while the chunk before it is multiplied, so that both stay in the first-level cache.
-template <int Tiles, int Panels>
-void multiply_stream(const LinearProblem& p, const TermTokens& tokens, int64_t first_tile, int64_t end_tile,
+// while the chunk before it is multiplied with the first tokens; other tokens find it in the second-level cache.
+template <int Tiles, int Panels, int Terms>
+void multiply_stream(const LinearProblem& p, const TermTokens<Terms>& tokens, int64_t first_tile, int64_t end_tile,
                      int64_t panel, int64_t end_panel, TileShapes& shapes) {
   if (first_tile == end_tile || panel == end_panel) return;
-  constexpr int kNumSteps = kChunkSteps<Tiles, Panels>;
-  alignas(kLineBytes) uint16_t written[2][Panels * kTileNumbers];
+  struct Written;
+  constexpr int kNumSteps = kChunkSteps<Terms, Tiles, Panels>;
+  constexpr int64_t kChunk = Panels * kTileNumbers;
+  const int64_t K = p.num_inputs, num_chunks = TermTokens<Terms>::num_chunks(p), stride = K * kPanelRows;
+  const bool are_kept = num_chunks > 1 && end_tile - first_tile > Tiles;
+  const int64_t num_kept = are_kept ? num_chunks : 2;
+  uint16_t* const written = aligned<uint16_t>(scratch<Written>((num_kept * kChunk + kTileColumns) / 2));
   alignas(kLineBytes) float sums[Tiles * kTilePanels * kTileSums];
-  uint16_t *here = written[0], *there = written[1];
-  const int64_t K = p.num_inputs, num_chunks = TermTokens::num_chunks(p), stride = K * kPanelRows;
   const auto columns_of = [&](int64_t panel) {
     return PanelColumns{static_cast<const BFloat16*>(p.weight) + panel * stride, K};
   };
@@ -280,29 +286,35 @@ void multiply_stream(const LinearProblem& p, const TermTokens& tokens, int64_t f
       PanelColumns{next.from + i * stride, left}.write(row, to + i * kTileNumbers);
     });
   };
-  for (int row = 0; row < kTileRows; ++row) write(row, next.left, here);
-  for (; panel < end_panel; panel += Panels) {
+  for (int row = 0; row < kTileRows; ++row) write(row, next.left, written);
+  for (int64_t here = 0; panel < end_panel; panel += Panels) {
     for (int64_t tile = first_tile; tile < end_tile; tile += Tiles) {
       const bool is_last_tile = tile + Tiles == end_tile;
-      TermTile x[Tiles];
+      TermTile<Terms> x[Tiles];
       for (int t = 0; t < Tiles; ++t) x[t] = tokens.tile(tile + t);
       shapes.set(tile_rows(x));
       each_sums<Tiles, Panels>(sums, [](auto i, float*) NATIVE_INLINE { zero_tile<i>(); });
       for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
-        const bool is_last_chunk = chunk + 1 == num_chunks;
-        next = is_last_chunk ? columns_of(is_last_tile ? panel + Panels : panel) : next.next_chunk();
-        if (is_last_chunk && is_last_tile && panel + Panels == end_panel) {
-          multiply_chunk<Tiles, Panels>(x, chunk, here, [](auto) NATIVE_INLINE {});
-        } else if (next.left < kTileColumns) {
-          for (int row = 0; row < kTileRows; ++row) write(row, next.left, there);
-          multiply_chunk<Tiles, Panels>(x, chunk, here, [](auto) NATIVE_INLINE {});
+        const int64_t there = here + 1 == num_kept ? 0 : here + 1;
+        const uint16_t* weights = written + here * kChunk;
+        uint16_t* to = written + there * kChunk;
+        bool is_missing = !are_kept || tile == first_tile;
+        if (chunk + 1 < num_chunks) {
+          next = next.next_chunk();
         } else {
-          multiply_chunk<Tiles, Panels>(x, chunk, here, [&](auto step) NATIVE_INLINE {
-            constexpr int kFirst = step * kTileRows / kNumSteps, kEnd = (step + 1) * kTileRows / kNumSteps;
-            unrolled<kEnd - kFirst>([&](int row) NATIVE_INLINE { write(kFirst + row, kTileColumns, there); });
-          });
+          is_missing = is_last_tile ? panel + Panels < end_panel : !are_kept;
+          next = columns_of(is_last_tile ? panel + Panels : panel);
         }
-        std::swap(here, there);
+        if (is_missing && next.left >= kTileColumns) {
+          multiply_chunk<Panels>(x, chunk, weights, [&](auto step) NATIVE_INLINE {
+            constexpr int kFirst = step * kTileRows / kNumSteps, kEnd = (step + 1) * kTileRows / kNumSteps;
+            unrolled<kEnd - kFirst>([&](int row) NATIVE_INLINE { write(kFirst + row, kTileColumns, to); });
+          });
+        } else {
+          for (int row = 0; is_missing && row < kTileRows; ++row) write(row, next.left, to);
+          multiply_chunk<Panels>(x, chunk, weights, [](auto) NATIVE_INLINE {});
+        }
+        here = there;
       }
       each_sums<Tiles, Panels>(sums, [](auto i, float* to) NATIVE_INLINE { store_tile<i>(to, kRowBytes); });
       for (int t = 0; t < Tiles; ++t) {
@@ -313,7 +325,8 @@ void multiply_stream(const LinearProblem& p, const TermTokens& tokens, int64_t f
 }
 
 // Multiply some tiles of tokens with a range of panels. Two panels stay in the second-level cache while all tokens pass.
-inline void multiply_blocks(const LinearProblem& p, const TermTokens& tokens, int64_t tile, int64_t end_tile,
+template <int Terms>
+void multiply_blocks(const LinearProblem& p, const TermTokens<Terms>& tokens, int64_t tile, int64_t end_tile,
                      int64_t panel, int64_t end_panel) {
   TileShapes shapes;
   const int64_t end_pairs = end_tile - (end_tile - tile) % 2;
@@ -328,7 +341,8 @@ inline void multiply_blocks(const LinearProblem& p, const TermTokens& tokens, in
 }
 
 // Multiply a lone tile of tokens with a range of panels.
-inline void multiply_panels(const LinearProblem& p, const TermTokens& tokens, int64_t panel, int64_t end_panel) {
+template <int Terms>
+void multiply_panels(const LinearProblem& p, const TermTokens<Terms>& tokens, int64_t panel, int64_t end_panel) {
   multiply_blocks(p, tokens, 0, 1, panel, end_panel);
 }
 

@@ -176,9 +176,10 @@ ffi::Error read_product(int64_t weight_format, int64_t input_format, const ffi::
   }
   p.input_format = static_cast<native::InputFormat>(input_format);
   if (!(input_format == 0 || (p.input_format == native::InputFormat::kInt8 && is_words && group_size <= kMaxInt8Columns) ||
-        (p.input_format == native::InputFormat::kFloat8 && format == native::WeightFormat::kFloat8))) {
+        (p.input_format == native::InputFormat::kFloat8 && format == native::WeightFormat::kFloat8) ||
+        (p.input_format == native::InputFormat::kBFloat16 && format == native::WeightFormat::kBFloat16))) {
     return ffi::Error::InvalidArgument(
-        "inputs must be floats, int8 for integers and fp4 in groups of up to 65536 columns, or fp8 for fp8 weights");
+        "inputs must be floats, int8 for integers and fp4 in groups of up to 65536 columns, or fp8 or bfloat16 for such weights");
   }
   p.x = x.typed_data();
   p.weight = weight.untyped_data();

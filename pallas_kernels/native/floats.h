@@ -315,7 +315,8 @@ class PackedTokens {
 
   static bool has_zeros(const LinearProblem& p) { return Format::kHasZeros || p.zeros; }
   static int64_t size(const LinearProblem& p) {
-    if (p.num_tokens == 1 && !p.norm && !kScalesInputs && !has_zeros(p)) return 0;  // used as it is
+    const bool is_prepared = p.norm || p.input_format != InputFormat::kFloat32 || kScalesInputs;
+    if (p.num_tokens == 1 && !is_prepared && !has_zeros(p)) return 0;  // used as it is
     return p.num_tokens * (p.num_inputs + (has_zeros(p) ? p.num_inputs / p.group_size : 0));
   }
 

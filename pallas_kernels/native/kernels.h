@@ -14,8 +14,8 @@ enum class WeightFormat { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kFloat8, 
 
 // What a product makes of its inputs: floats as they are, or each group of a token's columns rounded to int8 or fp8 (e4m3)
 // with a scale, as jaxserve/layers/weight_formats/activations.py does. Int8 inputs are for weights of 4 or 8 bits in
-// words, fp8 inputs for fp8 weights.
-enum class InputFormat { kFloat32, kInt8, kFloat8 };
+// words, fp8 inputs for fp8 weights. Inputs for bfloat16 weights may be rounded to bfloat16.
+enum class InputFormat { kFloat32, kInt8, kFloat8, kBFloat16 };
 
 // Low-rank terms of some tokens, as LoRA adapters have: a token with matrices i has (x * weight^T + x * a[i]^T * b[i]^T +
 // shift[i]) * factor[i] in place of x * weight^T. The outputs are parts, each with inner vectors x * a^T of its own. Tokens

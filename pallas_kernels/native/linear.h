@@ -19,9 +19,11 @@
 namespace NATIVE_ISA {
 
 #ifdef NATIVE_AMX
-using TokensForBFloat16 = TermTokens;
+using TokensForBFloat16 = TermTokens<3>;
+using RoundedTokensForBFloat16 = TermTokens<1>;
 #else
 using TokensForBFloat16 = PackedTokens<Floats<BFloat16>>;
+using RoundedTokensForBFloat16 = TokensForBFloat16;
 #endif
 #ifdef NATIVE_INT8_DIGITS
 using TokensForInt8 = DigitTokens<Int8Digits>;
@@ -170,7 +172,8 @@ void with_tokens(native::WeightFormat format, InputFormat inputs, const Use& use
   const auto words = [&](auto* tokens, auto* rounded) { inputs == InputFormat::kInt8 ? use(rounded) : use(tokens); };
   switch (format) {
     case native::WeightFormat::kFloat32: return use((PackedTokens<Floats<float>>*)nullptr);
-    case native::WeightFormat::kBFloat16: return use((TokensForBFloat16*)nullptr);
+    case native::WeightFormat::kBFloat16:
+      return inputs == InputFormat::kBFloat16 ? use((RoundedTokensForBFloat16*)nullptr) : use((TokensForBFloat16*)nullptr);
     case native::WeightFormat::kFloat16: return use((PackedTokens<Floats<Float16>>*)nullptr);
     case native::WeightFormat::kFloat8: return use((PackedTokens<Float8Weights>*)nullptr);
     case native::WeightFormat::kInt8: return words((TokensForInt8*)nullptr, (DigitTokens<RoundedInt8Digits>*)nullptr);

@@ -225,7 +225,7 @@ inline void round_to_float8(const float* x, int64_t size, float* to) {
   }
 }
 
-// Return one token's input to the product; one that is normalised or rounded to fp8 is computed in `buffer` [K].
+// Return one token's input to the product; one that is normalised or rounded to floats is computed in `buffer` [K].
 inline const float* prepare(const LinearProblem& p, int64_t token, float* buffer) {
   constexpr int W = NATIVE_WIDTH;
   const int64_t K = p.num_inputs;
@@ -235,6 +235,12 @@ inline const float* prepare(const LinearProblem& p, int64_t token, float* buffer
     for (int64_t k = 0; k < K; k += W) {
       const F<W> normed = load_some<W>(x + k, K - k) * factor * load_some<W>(p.norm + k, K - k);
       store_some<W>(buffer + k, normed, K - k);
+    }
+    x = buffer;
+  }
+  if (p.input_format == InputFormat::kBFloat16) {
+    for (int64_t k = 0; k < K; k += W) {
+      store_some<W>(buffer + k, rounded_to_bfloat16<W>(load_some<W>(x + k, K - k)), K - k);
     }
     x = buffer;
   }

@@ -185,6 +185,13 @@ inline BFloat16 rounded(float value) {
   return to;
 }
 
+// Round floats to bfloat16 as `store_one` does.
+template <int W>
+inline F<W> rounded_to_bfloat16(const F<W>& values) {
+  const I<W> bits = bits_of<I<W>>(values), even = bits >> 16 & 1;
+  return values == values ? bits_of<F<W>>((bits + 0x7fff + even) & ~0xffff) : values;
+}
+
 // Load the first `size` of W floats, or all; the rest are zeros.
 template <int W>
 inline F<W> load_some(const float* from, int64_t size) {

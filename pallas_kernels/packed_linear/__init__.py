@@ -11,7 +11,7 @@ an element q stands for `(q - zero) * scale`. Consecutive elements in a row form
 bits: four int8 elements in an int32; or eight int4 elements, shifted to 0 to 15, or e2m1 codes, in a uint32. Each group
 starts a new word.
 
-Inputs may be rounded to 8 bits, with a scale for each group in a token: see `INPUT_FORMATS`.
+Inputs may be rounded to bfloat16, or to 8 bits with a scale for each group in a token: see `INPUT_FORMATS`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PANEL_ROWS = 16
 # Formats in the order of the native WeightFormat; elements of "int4" are signed, those of "uint4" have zero points.
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn", "float4_e2m1fn", "uint4")
 _FORMATS = {name: index for index, name in enumerate(WEIGHT_DTYPES)} | {"uint4": WEIGHT_DTYPES.index("int4")}
-INPUT_FORMATS = ("float32", "int8", "float8_e4m3fn")
+INPUT_FORMATS = ("float32", "int8", "float8_e4m3fn", "bfloat16")
 """Formats to which the kernels can round inputs: int8 for words, e4m3 for e4m3 weights.
 
 A group's scale is its largest magnitude, divided by 127.5 or 448. Quotients by it are rounded half to even.

@@ -241,6 +241,40 @@ def test_a_token_with_float8_weights_is_the_same_whatever_its_neighbours(input_f
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_inputs_rounded_to_bfloat16_are_those_that_were_rounded_before(instruction_set):
+    exact, rounded, normed, expected = [], [], [], []
+    for (shape, _), num_tokens, gated in itertools.product(SHAPES, (1, 3, 20, 45), (False, True)):
+        weight, x = matrix(shape).astype(ml_dtypes.bfloat16), matrix((num_tokens, shape[1]), 1)
+        x[0, 0] = np.float32(1 + 2**-8)  # halfway: the even neighbour is 1
+        x_rounded, norm = x.astype(ml_dtypes.bfloat16).astype(np.float32), matrix(shape[1:], 2)
+        packed = packed_linear.pack(weight[: shape[0] // 2 * 2], gated=gated)
+        rounded.append((packed, x, {"bias": matrix(packed.shape[:1], 3)}))
+        exact.append((packed, x_rounded, rounded[-1][2]))
+        normed.append((packed_linear.pack(weight), x, {"norm": norm}))
+        inputs = rms_normed(x, norm, EPS).astype(ml_dtypes.bfloat16).astype(np.float32)
+        expected.append(inputs @ weight.astype(np.float32).T)
+    with native.using(instruction_set):
+        found, wanted = multiply([*rounded, *normed], "bfloat16"), multiply(exact, "float32")
+    for one, other in zip(found, wanted, strict=False):
+        np.testing.assert_array_equal(one, other)
+    for y, other in zip(found[len(wanted) :], expected, strict=True):
+        np.testing.assert_allclose(y, other, rtol=0, atol=2**-8 * np.abs(other).max())  # one input may round otherwise
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_a_token_with_inputs_in_bfloat16_is_the_same_whatever_its_neighbours(instruction_set):
+    ranges, num_tokens = ((0, 1), (3, 5), (40, 53), (262, 267)), 300
+    packed = packed_linear.pack(matrix((90, 1500)).astype(ml_dtypes.bfloat16), gated=True)
+    x = matrix((num_tokens, 1500), 1)
+    with native.using(instruction_set):
+        together, *apart = multiply(
+            [(packed, x[start:end], {}) for start, end in ((0, num_tokens), *ranges)], "bfloat16"
+        )
+    for (start, end), y in zip(ranges, apart, strict=True):
+        np.testing.assert_array_equal(y, together[start:end])
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_int8_weights_may_have_zero_points(instruction_set):
     calls, expected = [], []
     for (shape, num_groups), num_tokens in itertools.product(SHAPES, (1, 3, 20)):

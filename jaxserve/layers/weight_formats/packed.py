@@ -21,6 +21,7 @@ from jaxserve.pallas_kernels.packed_linear import MAX_INT8_COLUMNS, PANEL_ROWS, 
 from jaxserve.weights import StoredTensor
 
 _FLOATS = packed_linear.INPUT_FORMATS[0]
+_BFLOAT16 = "bfloat16"
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -74,7 +75,8 @@ class NativeMatrix(Matrix):
     def _prepared(self, x: Float[Array, "T in"], axis: MeshAxes | None) -> tuple[Float[Array, "T in"], str]:
         """Return the kernel's inputs, and the format to which it rounds them."""
         if (input_format := self._input_format(axis)) is not None:
-            return self.inputs.arrange(x, axis), input_format
+            is_bfloat16 = input_format == _FLOATS and x.dtype.name == self.packed.dtype == _BFLOAT16
+            return self.inputs.arrange(x, axis), _BFLOAT16 if is_bfloat16 else input_format
         x, factor = self.inputs.quantize(x.astype(jnp.float32), axis)
         return (x if factor is None else x * factor), _FLOATS
 
