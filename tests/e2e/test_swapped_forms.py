@@ -9,12 +9,15 @@ from typing import Any
 import checkpoints
 import pytest
 
+from jaxserve.api.cached_tokens import CachedTokens
+from jaxserve.api.config import EngineConfig
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.scheduling.step_plan import StepPlan
-from tests.e2e.sizes import EOS, VOCAB_SIZE
+from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import assert_same, generate, tokens
+from tests.soon_compiled import few_programs
 
 pytestmark = pytest.mark.usefixtures("any_load_pays")
 
@@ -102,3 +105,20 @@ def test_drafts(
 ) -> None:
     """Drafts of another model, and of EAGLE-3 and MTP layers, whose entries move with the pages."""
     check(start, monkeypatch, speculative_config=speculate(proposer), multi_step=4, **HOST)
+
+
+@pytest.mark.long
+def test_states_survive_their_engine(tmp_path: Path) -> None:
+    """Another engine continues from the snapshot at the last full page of each prompt."""
+    sizes = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": EOS}
+    checkpoints.write_checkpoint(tmp_path / "model", "qwen3_5", **sizes, **FAMILIES["qwen3_5"])
+    prompts, outputs = [tokens(22, n) for n in range(3)], []
+    for _ in range(2):
+        options: dict[str, Any] = {"skip_tokenizer_init": True, "kv_offloading_path": str(tmp_path / "pages"), **SIZES}
+        with few_programs():
+            engine = DrivenEngine(EngineConfig(str(tmp_path / "model"), **options))
+        outputs.append(generate(engine, prompts, GREEDY))
+        engine.close()
+    for before, after in zip(*outputs, strict=True):
+        assert_same(after, before)
+        assert (before.num_cached_tokens, after.cached_tokens) == (0, CachedTokens(disk=20))

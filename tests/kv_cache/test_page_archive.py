@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.scheduling.kv_cache import page_archive
-from jaxserve.scheduling.kv_cache.page_archive import PageArchive, PageKey
+from jaxserve.scheduling.kv_cache.page_archive import PageArchive, PageKey, SlicedArchive
+from jaxserve.scheduling.kv_cache.pages import STATES
 from tests.random_runs import examples
 
 PAGE_BYTES = 200
@@ -241,3 +242,19 @@ def test_killed_writer_leaves_whole_pages(tmp_path):
         assert all(content in (None, by_key[each]) for each, content in found.items())
         assert sum(content is not None for content in found.values()) >= len(found) - 1 > 0
         archive.close()
+
+
+def test_a_state_takes_several_slots_and_is_read_whole_or_not_at_all(tmp_path):
+    state, name = random.Random(0).randbytes(2 * PAGE_BYTES + 50), PageKey(STATES, bytes(16))
+    archive = SlicedArchive(open_archive(tmp_path), len(state))
+    assert archive.num_slices == 3
+    assert archive.write(key(1), page(1))
+    assert archive.write(name, state)
+    archive.archive.close()
+    for others, expected in (([name], state), ([key(2)], None)):
+        archive = SlicedArchive(open_archive(tmp_path), len(state))
+        assert set(archive.keys) == {key(1), *others}
+        assert (archive.read(key(1)), archive.read(name)) == (page(1), expected)
+        archive.archive.delete(PageKey(STATES - 1, bytes(16)))
+        archive.archive.write(key(2), page(2))  # in the slot of a slice
+        archive.archive.close()

@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.scheduling.kv_cache.pages import STATES
 from jaxserve.scheduling.kv_cache.stored_pages import NUM_LEVELS, PageKey, StoredPages
 
 KEYS = [PageKey(index % 2, bytes([index])) for index in range(12)]
@@ -113,3 +114,17 @@ def test_a_page_that_comes_back_counts_its_earlier_uses():
     released(tier, key, *others[:3])
     released(tier, *one_shot(6))
     assert key in tier
+
+
+def test_a_state_takes_the_capacity_of_several_pages():
+    tier, state = StoredPages("host", 4, state_pages=3), PageKey(STATES, b"state")
+    tier.store(0, KEYS[0])
+    assert tier.fits(state)
+    tier.store(1, state)
+    assert not tier.fits(KEYS[1])
+    tier.delete(KEYS[0])
+    assert tier.fits(KEYS[1])
+    assert not tier.fits(PageKey(STATES, b"other"))
+    tier.evict(state)
+    assert tier.fits(PageKey(STATES, b"other"))
+    assert tier.size(state) == 3
