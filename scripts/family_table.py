@@ -81,7 +81,9 @@ CHECKS = {
     "parity": Check(
         "parity", "test_parity", r"test_random_configs_match_transformers\[(.+)-\d+\]", family_architecture
     ),
-    "split": Check("tensor parallel", "check_logits", r"test_logits_match_transformers\[(.+)\]", family_architecture),
+    "split": Check(
+        "tensor parallel", "check_logits", r"test_logits_match_transformers\[(.+?)(?: over \d+)?\]", family_architecture
+    ),
     "h200": Check("compiled for H200", "test_whole_models", COMPILED.format("h200"), config_architecture),
     "v6e": Check("compiled for v6e", "test_whole_models", COMPILED.format("v6e"), config_architecture),
 }
