@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.tools.bench import workloads
+from jaxserve.tools.bench.pictures import check_pictures, with_pictures
 from jaxserve.tools.bench.workloads import (
     BUILT_IN,
     Workload,
@@ -18,9 +19,14 @@ from jaxserve.tools.bench.workloads import (
 )
 
 MIXED = Path(__file__).parents[2] / "scripts" / "workloads" / "mixed-64.json"
-NEW = {"session_id": None, "pause_s": 0.0}  # fields that earlier digests do not have, with their defaults
+NEW = {
+    "session_id": None,
+    "pause_s": 0.0,
+    "picture": None,
+}  # defaults of newer fields
 DIGESTS = {  # digests of the requests as JSON: a change would make figures incomparable with earlier ones
     "agentic": "c558ed02535e67cf",
+    "images": "b2ec80cead0fa380",
     "chat-16x4": "e7059bd28ecbd07b",
     "long-prompts-32": "2d696a58f72dc344",
     "long-tail-128": "bf680c802b8aee67",
@@ -66,6 +72,24 @@ def test_prompts_have_their_lengths_and_share_their_prefixes(name: str) -> None:
             assert longest.setdefault(request.session_id, prompt)[: len(prompt)] == prompt
     tails = {tuple(p[r.prefix_len :]) for r, p in zip(workload.requests, prompts, strict=True)}
     assert len(tails) == len(prompts)
+
+
+def test_each_picture_has_one_placeholder() -> None:
+    workload = load_workload("images")
+    prompts, token_id = token_ids(workload, vocab_size=20), 15
+    one, other = (with_pictures(workload, prompts, token_id, draw) for draw in (0, 1))
+    for request, prompt, again in zip(workload.requests, one, other, strict=True):
+        assert prompt["prompt_token_ids"].count(token_id) == 1
+        assert len(prompt["prompt_token_ids"]) == request.prompt_len + 1
+        pixels = [each["multi_modal_data"]["image"] for each in (prompt, again)]
+        assert pixels[0].shape == (*request.picture, 3)
+        assert (pixels[0] != pixels[1]).any(), "no run finds pictures of another one"
+    assert len({tuple(request.picture) for request in workload.requests}) == 4
+    plain = load_workload("single")
+    assert token_id not in with_pictures(plain, token_ids(plain, 20), token_id)[0]
+    check_pictures(plain, None, "x")
+    with pytest.raises(ConfigError, match="images needs a model that takes images, got x"):
+        check_pictures(workload, None, "x")
 
 
 def test_token_ids_are_those_of_the_streams() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -19,6 +20,7 @@ from jaxserve.system.whole_file import check_writable, write_whole
 from jaxserve.tools.bench import plots
 from jaxserve.tools.bench.flags import DEFAULT_VOCAB_SIZE
 from jaxserve.tools.bench.load import LoadTrace, TimedRequest, run_load
+from jaxserve.tools.bench.pictures import BenchPrompt, check_pictures, with_pictures
 from jaxserve.tools.bench.remote import Server, run_remote
 from jaxserve.tools.bench.report import build_remote_report, build_report
 from jaxserve.tools.bench.summary import NO_SLO, EngineSizes, Json, Slo, summarize
@@ -81,7 +83,7 @@ class BenchJob:
         """The report's entries about the arrivals."""
         return {name: getattr(self, name) for name in ("time_scale", "arrival_seed", "max_concurrency")}
 
-    def timed(self, prompts: Sequence[list[int]], rate: float | None) -> list[TimedRequest]:
+    def timed(self, prompts: Sequence[BenchPrompt], rate: float | None) -> list[TimedRequest]:
         """Return the workload's requests with their prompts and with arrival times in seconds."""
         requests = self.workload.requests
         if self.kind == "offline":
@@ -99,7 +101,9 @@ class BenchJob:
             if session is not None:
                 last[session] = index
             name = "" if session is None else f"session-{session}"
-            timed.append(TimedRequest(prompt, request.output_len, arrival_s if after is None else pause_s, after, name))
+            due_s = arrival_s if after is None else pause_s
+            picture = "" if request.picture is None else " x ".join(map(str, request.picture))
+            timed.append(TimedRequest(prompt, request.output_len, due_s, after, name, picture))
         return timed
 
 
@@ -129,15 +133,18 @@ def run_job(engine: "DrivenEngine", job: BenchJob) -> Json:
     """
     for index, request in enumerate(job.workload.requests):
         _check_fits(engine.schedule, f"request {index} of the workload {job.workload.name}", request)
-    prompts = token_ids(job.workload, engine.arch.vocab_size)
+    token_id = engine.arch.image_token_id
+    check_pictures(job.workload, token_id, engine.arch.architecture)
+    prompts, draws = token_ids(job.workload, engine.arch.vocab_size), itertools.count()
     wait_until_warm(engine, sys.stderr)  # first, since compilation would lower the measured peak rates
-    run_load(engine, [TimedRequest(prompts[0], output_len=1)])
+    run_load(engine, [TimedRequest(with_pictures(job.workload, prompts, token_id, next(draws))[0], output_len=1)])
     sizes = EngineSizes(engine.schedule.page_size, engine.schedule.num_pages, engine.peak_rates())
 
     def run(rate: float | None) -> LoadTrace:
         engine.reset_prefix_cache()
+        given = with_pictures(job.workload, prompts, token_id, next(draws))
         with StatusLine(engine, sys.stderr) if job.live else contextlib.nullcontext():
-            return run_load(engine, job.timed(prompts, rate), max_concurrency=job.max_concurrency)
+            return run_load(engine, job.timed(given, rate), max_concurrency=job.max_concurrency)
 
     return _measure(job, build_report(engine, job.kind, job.workload, job.load), sizes, run)
 
@@ -153,6 +160,7 @@ def run_remote_job(server: Server, vocab_size: int, job: BenchJob) -> Json:
     Raises:
         ConfigError: the server does not answer, or serves no request.
     """
+    check_pictures(job.workload, None, "a server; leave out --url")
     prompts = token_ids(job.workload, vocab_size)
     run_remote(server, [TimedRequest(prompts[0], output_len=1)])  # errors show before anything is measured
 

@@ -12,9 +12,9 @@ import itertools
 import time
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.api.metrics import EngineStats
 from jaxserve.api.outputs import RequestOutput
@@ -42,28 +42,36 @@ class TimedRequest:
     """A request of a load.
 
     Attributes:
-        prompt: prompt token ids.
+        prompt: prompt token ids, in a dict if there is a picture.
         output_len: number of tokens to generate.
         arrival_s: arrival time in seconds after the start; after the end of request `after`, if it has one.
         after: index of the request that must have ended before, in the load; None for none.
         session: name of its conversation; empty for none.
+        picture: size of its picture, such as "480 x 640"; empty for none.
     """
 
-    prompt: list[int]
+    prompt: list[int] | Mapping[str, Any]
     output_len: int
     arrival_s: float = 0.0
     after: int | None = None
     session: str = ""
+    picture: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of prompt tokens, without a picture's."""
+        return len(self.prompt["prompt_token_ids"] if isinstance(self.prompt, Mapping) else self.prompt)
 
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Arrival times of a request and its tokens, in seconds after the start."""
+    """Arrival times of a request and its tokens, in seconds after the start, and the size of its picture."""
 
     arrival_s: float  # due time, or later if concurrency is limited
     num_prompt_tokens: int
     num_cached_tokens: int = 0
     token_s: list[float] = field(default_factory=list)
+    picture: str = ""
 
     @property
     def ttft_s(self) -> float:
@@ -162,7 +170,7 @@ class _OpenLoop:
         self._due = sorted((requests[index].arrival_s, index) for index in first)
         self._next = {request.after: index for index, request in enumerate(requests) if request.after is not None}
         self._free_since_s = deque([0.0] * max_concurrency)  # start of idleness of each free client
-        self._traces = [RequestTrace(r.arrival_s, len(r.prompt)) for r in requests]
+        self._traces = [RequestTrace(r.arrival_s, r.num_tokens, picture=r.picture) for r in requests]
         self._steps: list[StepSample] = []
         self._start_s = 0.0
 
@@ -216,6 +224,7 @@ class _OpenLoop:
         trace.token_s += [now_s] * num_new
         if output.finished:
             trace.num_cached_tokens = output.num_cached_tokens
+            trace.num_prompt_tokens = len(output.prompt_token_ids)
             self._free_since_s.append(now_s)
             if (later := self._next.get(index)) is not None:
                 insort(self._due, (now_s + self._requests[later].arrival_s, later))

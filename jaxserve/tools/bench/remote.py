@@ -188,7 +188,7 @@ class _Reply:
         times = [at_s - start_s for at_s in arrivals][:num_tokens]
         times += times[-1:] * (num_tokens - len(times))
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return RequestTrace(self.arrival_s, len(self.request.prompt), cached, times)
+        return RequestTrace(self.arrival_s, self.request.num_tokens, cached, times)
 
 
 def _read_events(parts: Sequence[tuple[float, bytes]]) -> tuple[list[float], dict[str, Any]]:

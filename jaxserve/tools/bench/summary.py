@@ -1,5 +1,6 @@
 """Figures of a run, computed from its trace: percentiles, rates, goodput, cost. Names end in their units."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -63,6 +64,8 @@ def summarize(
         "cost": _cost(trace, price_per_hour),
         "requests": [_request(r) for r in trace.requests],
     }
+    if by_picture := _by_picture(trace):
+        figures["ttft_ms_by_picture"] = by_picture
     if trace.engine is not None and sizes is not None:
         figures |= _steps(trace.engine, sizes) | {"timeline": _timeline(trace.engine)}
     return figures
@@ -94,6 +97,13 @@ def _throughput(trace: LoadTrace) -> Json:
         "total_tok_per_s": (num_prompt + num_output) / trace.elapsed_s,
         "cached_prompt_share": num_cached / num_prompt,
     }
+
+
+def _by_picture(trace: LoadTrace) -> Json:
+    """Return TTFTs by the size of the request's picture, the largest last; {} without pictures."""
+    sizes = {r.picture for r in trace.requests if r.picture}
+    by_area = sorted(sizes, key=lambda size: math.prod(map(int, size.split(" x "))))
+    return {size: percentiles([r.ttft_s * 1e3 for r in trace.requests if r.picture == size]) for size in by_area}
 
 
 def _steps(trace: EngineTrace, sizes: EngineSizes) -> Json:

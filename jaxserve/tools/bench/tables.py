@@ -102,7 +102,9 @@ def _slo(goodput: Json) -> str:
 def _latencies(run: Json) -> list[Row]:
     """Return a header and a row per latency with its mean, percentiles and maximum."""
     rows: list[Row] = [("", *_STATISTICS)]
-    rows += [(title, *(number(run[key][name]) for name in _STATISTICS)) for title, key in _LATENCIES]
+    entries = [(title, run[key]) for title, key in _LATENCIES]
+    entries += [(f"TTFT (ms), picture of {size}", ttfts) for size, ttfts in run.get("ttft_ms_by_picture", {}).items()]
+    rows += [(title, *(number(figures[name]) for name in _STATISTICS)) for title, figures in entries]
     return rows
 
 

@@ -1,15 +1,16 @@
 """Workloads: only lengths and arrival times, so that they apply to any engine and vocabulary.
 
 The file format is {"name", "seed", "requests": [{"prompt_len", "output_len", "arrival_s", "prefix_id",
-"prefix_len", "session_id", "pause_s"}]}. Lengths count tokens; `arrival_s` is seconds after the start. Requests with
-the same `prefix_id` (not null) share their first `prefix_len` tokens. Requests with the same `session_id` (not null)
-are turns of a conversation: they also share the tokens after those, as far as both have them, and each arrives
-`pause_s` seconds after the end of the one before. Outputs are greedy and ignore the end-of-sequence token:
-`output_len` is exact. A later turn's prompt has other tokens in their place.
+"prefix_len", "session_id", "pause_s", "picture"}]}. Lengths count tokens; `arrival_s` is seconds after the start.
+Requests with the same `prefix_id` (not null) share their first `prefix_len` tokens. Requests with the same
+`session_id` (not null) are turns of a conversation: they also share the tokens after those, as far as both have them,
+and each arrives `pause_s` seconds after the end of the one before. A `picture` has rows and columns; its tokens are not
+counted. Outputs are greedy and ignore the end-of-sequence token: `output_len` is exact. A later turn's prompt has other
+tokens in their place.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, no_type_check
@@ -23,8 +24,10 @@ from jaxserve.tools.bench.agentic import SMALL, AgenticSizes, turns
 
 BUILT_IN = (
     *("mixed-64", "single", "shared-prefix-64", "long-tail-128", "long-prompts-32", "poisson-128", "chat-16x4"),
-    "agentic",
+    *("agentic", "images"),
 )
+# Rows and columns, and their fraction: photographs as in ShareGPT4V, most of them COCO's, and crops.
+PICTURE_SIZES = (((480, 640), 0.4), ((448, 448), 0.3), ((768, 1024), 0.2), ((336, 336), 0.1))
 LOWEST_ID = 10  # smaller ids tend to be special tokens
 
 _LENGTHS_SEED = 20261121
@@ -40,7 +43,7 @@ _WORKLOAD = {
 @no_type_check  # tests pass wrong types, which __post_init__ must reject with a ConfigError
 @dataclass(frozen=True)
 class WorkloadRequest:
-    """Lengths and arrival time of one request."""
+    """Lengths and arrival time of one request, and the rows and columns of its picture."""
 
     prompt_len: int
     output_len: int
@@ -49,6 +52,7 @@ class WorkloadRequest:
     prefix_len: int = 0
     session_id: int | None = None
     pause_s: float = 0.0
+    picture: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         _REQUEST.check(self)
@@ -70,6 +74,7 @@ _REQUEST = Schema(
         "prefix_len": integer(0),
         "session_id": integer(0).optional(),
         "pause_s": number(0),
+        "picture": list_of(integer(1, 4096), "a list of rows and columns", 2, 2).optional(),
     },
 )
 
@@ -184,7 +189,7 @@ def _parse_request(index: int, content: object) -> WorkloadRequest:
     """Return the request in an entry of a workload file; ConfigError names its index."""
     try:
         required, optional = {"prompt_len", "output_len"}, {"arrival_s", "prefix_id", "prefix_len"}
-        optional |= {"session_id", "pause_s"}
+        optional |= {"session_id", "pause_s", "picture"}
         return WorkloadRequest(**_checked_keys("a request", content, required, optional))
     except ConfigError as error:
         raise ConfigError(f"request {index}: {error}") from error
@@ -225,7 +230,14 @@ def _built_in_requests() -> dict[str, list[WorkloadRequest]]:
         "poisson-128": poisson,  # TTFT and TPOT under load
         "chat-16x4": [_chat_turn(chat, turn) for turn in range(4) for chat in range(16)],  # reuse across turns
         "agentic": agentic_requests(SMALL),  # sessions with tool calls, which reuse nearly all of each prompt
+        "images": _with_pictures(_requests([32] * 32, [32] * 32, np.cumsum(rng.exponential(1.0, 32))), rng),
     }
+
+
+def _with_pictures(requests: list[WorkloadRequest], rng: np.random.Generator) -> list[WorkloadRequest]:
+    """Return requests with pictures in sizes drawn from `PICTURE_SIZES`."""
+    chosen = rng.choice(len(PICTURE_SIZES), len(requests), p=[fraction for _, fraction in PICTURE_SIZES]).tolist()
+    return [replace(request, picture=PICTURE_SIZES[index][0]) for request, index in zip(requests, chosen, strict=True)]
 
 
 def agentic_requests(sizes: AgenticSizes, seed: int = _LENGTHS_SEED) -> list[WorkloadRequest]:
