@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.assembly.memory import tree_bytes
-from jaxserve.execution.page_programs import MOVED_PAGES, KVLayout, PagedPool, PagePrograms
-from jaxserve.execution.state import abstract_state
+from jaxserve.execution.moved_pools import state_pools
+from jaxserve.execution.page_programs import MOVED_PAGES, MOVED_STATES, KVLayout, PagedPool, PagePrograms
+from jaxserve.execution.state import abstract_state, copy_state
 from jaxserve.layers.sharding import tensor_mesh
 from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -54,3 +55,24 @@ def test_pages_move_without_a_copy_of_the_pool(targets, target, kv_dtype):
             shape = ",".join(map(str, leaf.shape))
             makers = set(re.findall(rf"= \w+\[{shape}\]\S* ([a-z-]+)\(", entry))
             assert not {"copy", "copy-start", "transpose", "concatenate", "pad", "convert"} & makers, name
+
+
+@pytest.mark.parametrize("target", ["h200", "v6e:1x1"])
+def test_states_move_without_a_copy_of_the_pool(targets, target):
+    target = targets(target)
+    chip, arch = target.sheet.chip, read_model("qwen3-next-80b-a3b")[1]
+    schedule = ScheduleConfig(16, 2048, 8192, 64, 128, num_snapshots=16, few_programs=True)
+    state = abstract_state(arch, schedule, kv_dtype=jnp.bfloat16, backend=BACKENDS[chip.platform])
+    programs = PagePrograms("states", state_pools(state), None, MOVED_STATES, chip).by_name()
+    lowered = {
+        name: chip.lower(
+            each.program, each.args, () if each.donated is None else (each.donated,), None, None, each.results
+        )
+        for name, each in programs.items()
+    }
+    entries = jax.ShapeDtypeStruct((2,), jnp.int32)
+    lowered["keep"] = chip.lower(copy_state, (state.states, entries), (0,), None, None, None)
+    num_bytes, entry_bytes = tree_bytes(state.states), tree_bytes(state.states) // schedule.num_state_entries
+    for name, compiled in zip(lowered, chip.compile_all([*lowered.values()]), strict=True):
+        assert temp_bytes(compiled) <= 4 * entry_bytes + 2**20, name
+        assert name.startswith("gather") or compiled.memory_analysis().alias_size_in_bytes >= num_bytes, name
