@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax._src import xla_bridge  # jax does not say elsewhere whether its backend runs
+from jax.typing import DTypeLike
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.assembly.parameters import adapter_layout, compute_dtype
@@ -19,6 +20,7 @@ from jaxserve.execution.state import new_encoder_cache, new_pool, new_slots, new
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import widest_output
+from jaxserve.models.vision.tower import tower_specs
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import SMALL_PAGE_TOKENS
 from jaxserve.scheduling.kv_cache.groups import KVGroups
@@ -181,7 +183,8 @@ def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
     """Return the bytes of slot tables, states and adapters on a device with the shard `arch`."""
     seqs, _ = default_batch(config, on_cpu=on_cpu)
     num_bytes = tree_bytes(jax.eval_shape(partial(new_states, arch, seqs + default_snapshots(config, seqs))))
-    num_bytes += adapter_bytes(config, arch, on_cpu=on_cpu) + encoder_cache_bytes(config, arch)
+    num_bytes += adapter_bytes(config, arch, on_cpu=on_cpu)
+    num_bytes += encoder_cache_bytes(config, arch, compute_dtype(config, arch, on_cpu=on_cpu))
     if arch.pooler is not None:
         return num_bytes + 4 * seqs * arch.hidden_size
     return num_bytes + tree_bytes(
@@ -202,10 +205,18 @@ def encoder_rows(config: EngineConfig, arch: ArchConfig) -> int:
     return config.encoder_cache_size or max(DEFAULT_ENCODER_ROWS, default_batch(config, on_cpu=False)[1])
 
 
-def encoder_cache_bytes(config: EngineConfig, arch: ArchConfig) -> int:
-    """Return the bytes of the encoder cache on a device."""
-    cache = partial(new_encoder_cache, arch, encoder_rows(config, arch), compute_dtype(config, arch))
-    return tree_bytes(jax.eval_shape(cache))
+def encoder_cache_bytes(config: EngineConfig, arch: ArchConfig, dtype: DTypeLike) -> int:
+    """Return the bytes of the encoder cache on a device, for embeddings in `dtype`."""
+    return tree_bytes(jax.eval_shape(partial(new_encoder_cache, arch, encoder_rows(config, arch), dtype)))
+
+
+def _encoder_bytes(arch: ArchConfig) -> int:
+    """Return a generous bound on the temporaries of the vision tower's largest program; 0 without images."""
+    if arch.images is None:
+        return 0
+    tower = arch.images.tower
+    widest = max(spec.token_rows for spec in tower_specs(tower) if spec.is_matrix)
+    return 4 * tower.buckets[-1] * (2 * widest + 4 * tower.hidden_size + 2 * tower.patch_size)
 
 
 def state_bytes(arch: ArchConfig) -> int:
@@ -282,7 +293,8 @@ def accelerator_pool_bytes(
         used_bytes: memory in use, mainly by weights.
     """
     pool_bytes = min(total_bytes * config.gpu_memory_utilization, limit_bytes)
-    kept = activation_bytes(config, arch) + slot_bytes(config, arch, on_cpu=False)
+    temporaries = max(activation_bytes(config, arch), _encoder_bytes(arch))  # a step and the tower run in turn
+    kept = temporaries + slot_bytes(config, arch, on_cpu=False)
     return float(pool_bytes - used_bytes - kept)
 
 

@@ -211,7 +211,11 @@ class ArchConfig:
                 f"among devices, got True; drop it"
             )
         return dataclasses.replace(
-            self, layers=layers, num_data_shards=num_data_shards, num_devices=num_devices // num_data_shards
+            self,
+            layers=layers,
+            num_data_shards=num_data_shards,
+            num_devices=num_devices // num_data_shards,
+            images=self.images and self.images._replace(tower=self.images.tower.divided(num_devices)),
         )
 
     def _expert_shards(self, num_shards: int) -> tuple[LayerSpec, ...]:

@@ -158,7 +158,8 @@ def _with_text_positions(text: Mapping[str, Any]) -> dict[str, Any]:
 def takes_images(config: Mapping[str, Any]) -> bool:
     """Return whether `from_hf_config` can read the images that a model takes."""
     names: Any = config.get("architectures")
-    return STRINGS.holds(names) and bool(names) and names[0] in IMAGE_FAMILIES
+    is_known = STRINGS.holds(names) and bool(names) and names[0] in IMAGE_FAMILIES
+    return is_known and config.get("vision_config") is not None
 
 
 def from_hf_config(config: Mapping[str, Any], *, with_images: bool = False) -> ArchConfig:

@@ -19,8 +19,12 @@ def known_models() -> list[str]:
     return sorted(file.stem for file in _CONFIGS.glob("*.json"))
 
 
-def read_model(name: str | None) -> tuple[str, ArchConfig]:
+def read_model(name: str | None, *, with_images: bool = False) -> tuple[str, ArchConfig]:
     """Read a checkpoint, a config.json or a packaged config; return its name and ArchConfig.
+
+    Args:
+        name: path or name; None for the embedded model.
+        with_images: True to include the vision tower if the model has one.
 
     Raises:
         ConfigError: `name` is none of these, or the model is not supported.
@@ -33,7 +37,7 @@ def read_model(name: str | None) -> tuple[str, ArchConfig]:
         like = path.name.lower().removesuffix("-instruct")  # a Hugging Face Hub name without its organisation
         hint = did_you_mean([like], known)
         raise ConfigError(f"model must be a checkpoint directory, a config.json or one of {known}, got {name!r}{hint}")
-    return name or _EMBEDDED, registry.from_hf_config(_read_config(path))
+    return name or _EMBEDDED, registry.from_hf_config(_read_config(path), with_images=with_images)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

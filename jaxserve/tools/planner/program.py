@@ -149,7 +149,7 @@ class StepCompiler:
         is_stacked = self._is_scanned(arch)
         params = abstract_params(arch, self.dtype, self.quantization, num_devices, mesh, is_stacked=is_stacked)
         sizes = self.schedule, self.kv_dtype, self.backend, self.linear_backend, max_steps, mesh
-        return Lowering(arch, params, *sizes, chip=self._chip, adapters=self.adapters)
+        return Lowering(arch, params, *sizes, chip=self._chip, adapters=self.adapters, encoder_dtype=self.dtype)
 
     def _is_scanned(self, arch: ArchConfig) -> bool:
         """Return whether steps loop over a model's layers, which are then stacked and compiled once."""

@@ -154,6 +154,9 @@ def _memory(plan: Plan) -> list[Row]:
     else:
         rows.append(("this machine", f"{_gb(memory.limit)}, the pool has 1/{1 / CPU_POOL_FRACTION:.0f} of it at most"))
     rows += [("weights", _gb(memory.weights)), ("slots of requests", _gb(memory.slots))]
+    if memory.images:
+        num_rows = plan.schedule.num_encoder_rows
+        rows.append(("", f"of it {_gb(memory.images)} for {num_rows} embeddings of images"))
     if sheet is not None:
         rows.append(("reserve of steps", f"{_gb(memory.reserve)} that the engine keeps for their temporaries"))
     if plan.largest is not None and plan.decode is not None:

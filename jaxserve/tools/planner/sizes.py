@@ -10,12 +10,15 @@ import jax.numpy as jnp
 from jaxserve import weights
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.metrics import PeakRates
+from jaxserve.api.option_values import read_max_images
 from jaxserve.assembly.generation_defaults import resolve_quantization
 from jaxserve.assembly.memory import (
     accelerator_pool_bytes,
     adapter_bytes,
     choose_page_size,
     cpu_pool_bytes,
+    encoder_cache_bytes,
+    encoder_rows,
     page_bytes,
     pool_dtype,
     select_backend,
@@ -28,7 +31,7 @@ from jaxserve.execution.state import abstract_state
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params
+from jaxserve.models.params import Params, without_tower
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.scheduling.schedule_config import ScheduleConfig, resolve_schedule
 from jaxserve.system import machine_memory
@@ -46,7 +49,7 @@ class Memory:
     Attributes:
         limit: memory that XLA may allocate; on a CPU, the machine's memory.
         weights: all weights.
-        slots: all decode slots, with snapshots of recurrent states.
+        slots: all decode slots, with snapshots of recurrent states, adapters and images.
         temp: largest temporaries in any compiled step; 0 if nothing was compiled.
         pool_limit: largest pool that the engine would allocate; negative if the weights and the reserve do not fit.
         page: page size.
@@ -54,6 +57,7 @@ class Memory:
         reserve: memory that the engine keeps free for step temporaries; 0 on a CPU.
         outside: part of the limit that the engine leaves free: on a TPU the part above `gpu_memory_utilization`, on a
             CPU the part that its pool may not take.
+        images: part of the slots for the encoder cache; 0 without images.
     """
 
     limit: int
@@ -65,6 +69,7 @@ class Memory:
     request: int
     reserve: int = 0
     outside: int = 0
+    images: int = 0
 
     @property
     def num_pages(self) -> int:
@@ -144,7 +149,7 @@ class Sizes:
     @classmethod
     def resolve(cls, config: EngineConfig, target: Target) -> "Sizes":
         """Return the sizes that the engine would choose with these options on the target; ConfigError if it refuses."""
-        name, arch = read_model(config.model)
+        name, arch = read_model(config.model, with_images=read_max_images(config.limit_mm_per_prompt) > 0)
         config = resolve_quantization(config, arch)
         max_len = config.max_model_len or arch.max_position
         arch = arch.within(max_len).with_page_budget(config.page_budget, max_len)
@@ -161,6 +166,9 @@ class Sizes:
             num_pages=1,
             windows=arch.kv_layout.windows,
             has_states=arch.state is not None,
+            num_encoder_rows=encoder_rows(config, arch),
+            has_position_axes=arch.images is not None and arch.images.has_axes,
+            sees_images=arch.sees_images,
         )
         matrices = matrix_dtype(config, arch, on_cpu=sheet is None)
         form = weight_format(config.quantization, arch.schemes)
@@ -193,7 +201,7 @@ class Sizes:
             peak_rates=PeakRates(share * sheet.flops_per_s[self.dtype.name], share * sheet.bytes_per_s),
             link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
             num_chips=target.num_chips,
-            weight_reads=WeightReads.from_params(self.params, registry.param_specs(local), tree_bytes),
+            weight_reads=WeightReads.from_params(without_tower(self.params), registry.param_specs(local), tree_bytes),
             kv_token_bytes=int(
                 self.memory.page * local.kv_layout.num_layers_read // (pool.page_size * local.kv_layout.num_pool_layers)
             ),
@@ -235,6 +243,8 @@ def _memory(
     page = page_bytes(local, schedule.page_size, kv_dtype, backend)
     state = abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend)
     slots = tree_bytes((state.slots, state.states)) + adapter_bytes(config, local, on_cpu=sheet is None)
+    images = encoder_cache_bytes(config, local, compute_dtype(config, local, on_cpu=sheet is None))
+    slots += images
     if sheet is None:
         limit, pool_limit = (
             machine_memory.machine_bytes(),
@@ -251,6 +261,7 @@ def _memory(
         limit=limit,
         weights=weight_bytes,
         slots=slots,
+        images=images,
         temp=0,
         pool_limit=pool_limit,
         page=page,
