@@ -1,6 +1,6 @@
 """Prompts with images for tiny multimodal checkpoints, and greedy tokens that transformers generates for them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import transformers
 
 from jaxserve.images.prepared import ImageSpan, PreparedImage
 from tests.oracles import torch
-from tests.vision_checkpoints import Grid, VisionFamily, raster_pixels
+from tests.vision_checkpoints import Grid, VisionFamily, raster_pixels, tiled_pixels
 
 
 def fixed_size(images: Sequence[tuple[Grid, np.ndarray]]) -> dict[str, Any]:
@@ -43,8 +43,20 @@ def positioned(images: Sequence[tuple[Grid, np.ndarray]]) -> dict[str, Any]:
     return {"pixel_values": batch, "image_position_ids": positions}
 
 
+def tiled(images: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    """Return the arguments of a model for images in tiles, with their sizes before preprocessing."""
+    batch, sizes = tiled_pixels(images)
+    return {"pixel_values": batch, "image_sizes": sizes}
+
+
 # Arguments of a model for images, by stem of its class
-GIVEN = {"Llava": fixed_size, "Mistral3": sized, "Gemma3": fixed_size, "Gemma4": positioned}
+GIVEN: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "LlavaOnevision": tiled,
+    "Llava": fixed_size,
+    "Mistral3": sized,
+    "Gemma3": fixed_size,
+    "Gemma4": positioned,
+}
 _TYPES = {"Gemma3": "token_type_ids", "Gemma4": "mm_token_type_ids"}  # argument with 1 for tokens of images
 GIVEN |= dict.fromkeys(("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe"), unfolded)
 
@@ -71,10 +83,20 @@ class Pictures:
 
     def image(self, seed: int, grid: tuple[int, int] | None = None) -> PreparedImage:
         """Return a random image, whose content depends on the seed."""
+        if self.family.sizes:
+            return self._tiled_image(seed)
         grid = grid or self.family.grids[seed % len(self.family.grids)]
         size = grid[0] * grid[1], self.tower.patch_size
         patches = np.random.default_rng(seed).standard_normal(size).astype(np.float32)
         return PreparedImage(bytes([seed]) * 16, patches, grid, self.tower.num_embeddings(grid))
+
+    def _tiled_image(self, seed: int) -> PreparedImage:
+        """Return a random image in tiles."""
+        size, num_tiles = self.family.sizes[seed % len(self.family.sizes)]
+        grid = self.family.grids[0]
+        shape = grid[0] * grid[1] * num_tiles, self.tower.patch_size
+        patches = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+        return PreparedImage(bytes([seed]) * 16, patches, grid, self.tower.tiles.num_embeddings(grid, size), size)
 
     @property
     def has_axes(self) -> bool:
@@ -94,9 +116,14 @@ class Pictures:
                 ids += rng.integers(20, 100, part).tolist()
         return ids, spans
 
+    def _given(self, spans: Sequence[ImageSpan]) -> list[tuple[Any, ...]]:
+        """Return grids and patches, and sizes of images in tiles."""
+        images = [(span.image.grid, span.image.patches, span.image.size) for span in spans]
+        return images if self.family.sizes else [(grid, patches) for grid, patches, _ in images]
+
     def greedy(self, ids: Sequence[int], spans: Sequence[ImageSpan], num_tokens: int) -> tuple[list[int], list[float]]:
         """Return the tokens that transformers generates greedily, without end, and their log probabilities."""
-        given = GIVEN[self.family.name]([(span.image.grid, span.image.patches) for span in spans]) if spans else {}
+        given = GIVEN[self.family.name](self._given(spans)) if spans else {}
         ids, out, logprobs = list(ids), list[int](), list[float]()
         for _ in range(num_tokens):
             with torch.no_grad():

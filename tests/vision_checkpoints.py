@@ -1,6 +1,6 @@
 """Tiny random checkpoints with vision towers, and the embeddings that transformers computes of patches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,18 @@ def fixed_size_features(model: Any, images: list[tuple[Grid, np.ndarray]]) -> li
 
 
 def tiled_features(model: Any, images: list[tuple[Any, ...]]) -> list[Any]:
-    """Return the embeddings of images in tiles, which have their original sizes with them."""
+    """Return the embeddings of images in tiles."""
+    return model.get_image_features(*tiled_pixels(images)).pooler_output
+
+
+def tiled_pixels(images: Sequence[tuple[Any, ...]]) -> tuple[Any, Any]:
+    """Return the pixels of images in tiles, padded to one number of tiles, and their sizes before preprocessing."""
     grid, _, _ = images[0]
     tiles = [patches.reshape(-1, grid[0] * grid[1], patches.shape[1]) for _, patches, _ in images]
     pixels = [torch.stack([raster_pixels(tile, grid) for tile in each]) for each in tiles]
     most = max(len(each) for each in pixels)
     batch = torch.stack([torch.nn.functional.pad(each, (0,) * 7 + (most - len(each),)) for each in pixels])
-    sizes = torch.tensor([size for _, _, size in images])
-    return model.get_image_features(batch, sizes).pooler_output
+    return batch, torch.tensor([size for _, _, size in images])
 
 
 def sized_features(model: Any, images: list[tuple[Grid, np.ndarray]]) -> list[Any]:

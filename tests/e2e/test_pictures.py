@@ -134,6 +134,16 @@ def test_outputs_are_those_of_transformers(served: Served) -> None:
         served.check(each, output)
 
 
+def test_images_in_tiles_have_the_outputs_of_transformers(tmp_path: Path) -> None:
+    """Images of many embeddings, whose number depends on their sizes before preprocessing."""
+    served = Served(tmp_path, "onevision")
+    engine = served.engine(max_model_len=512, num_pages=400, encoder_cache_size=512)
+    image, prompt = served.pictures.image, served.pictures.prompt
+    prompts = [prompt(7), prompt(5, image(0), 9), prompt(image(2), 2, image(3), 3)]
+    for each, output in zip(prompts, served.run(prompts, engine), strict=True):
+        served.check(each, output)
+
+
 def test_text_is_computed_as_without_images(served: Served) -> None:
     """Log probabilities are equal bit by bit, whether a row next to it has an image or text."""
     prompt, other = served.pictures.prompt(11), served.pictures.prompt(2, served.pictures.image(1), 4)
