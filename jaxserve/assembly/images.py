@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from jaxserve.api.option_values import read_max_images, read_object
 from jaxserve.assembly.generation_defaults import read_model_config
+from jaxserve.errors import ConfigError
 from jaxserve.images.families import read_placeholders
+from jaxserve.images.layouts import FixedLayout, Layout
 from jaxserve.images.loading import ImageSources
 from jaxserve.images.processor_files import image_processor, read_processor_files
 from jaxserve.images.reader import ImageOptions, ImageReader
@@ -17,6 +19,7 @@ from jaxserve.images.reader import ImageOptions, ImageReader
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
     from jaxserve.models.arch import ArchConfig
+    from jaxserve.models.vision.arch import VisionArch
     from jaxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -42,10 +45,13 @@ def build_image_reader(config: EngineConfig, arch: ArchConfig, tokenizer: Tokeni
             config.model_path,
         )
         return None
-    raw = read_model_config(config)
-    max_patches = arch.images.tower.buckets[-1]
-    new_processor = partial(image_processor, fields, {**raw, **_tiling(processor)}, max_patches=max_patches)
+    raw, tower = read_model_config(config), arch.images.tower
+    # Saved configs lack values that are transformers' defaults; the tower has them.
+    vision = {**(raw.get("vision_config") or {}), "patch_size": tower.patch_shape[-1]}
+    sizes = {**raw, **_tiling(processor), "vision_config": vision, "spatial_merge_size": tower.merge_size}
+    new_processor = partial(image_processor, fields, sizes, max_patches=tower.buckets[-1])
     layout = new_processor({}).layout
+    _check_tower(layout, tower)
     ids = _added_ids(config) if tokenizer is None else tokenizer.vocabulary()
     placeholders = read_placeholders(
         raw,
@@ -62,6 +68,23 @@ def build_image_reader(config: EngineConfig, arch: ArchConfig, tokenizer: Tokeni
         sources=ImageSources(config.allowed_media_domains, config.allowed_local_media_path),
     )
     return ImageReader(new_processor, placeholders, options)
+
+
+def _check_tower(layout: Layout, tower: VisionArch) -> None:
+    """Raise ConfigError if the image processor and the vision tower differ in patches or embeddings."""
+    side = tower.patch_shape[-1]
+    if layout.patch_size != side:
+        raise ConfigError(f"preprocessor_config.json must have the tower's patch_size {side}, got {layout.patch_size}")
+    if tower.tiles is not None:
+        return
+    grid = tower.grid or (4 * tower.merge_size, 2 * tower.merge_size)
+    if isinstance(layout, FixedLayout) and layout.grid != grid:
+        raise ConfigError(f"preprocessor_config.json must make {grid} patches, as the tower takes, got {layout.grid}")
+    made, taken = tower.num_embeddings(grid), layout.num_embeddings(grid, grid)
+    if made != taken:
+        raise ConfigError(
+            f"preprocessor_config.json must count the tower's {made} embeddings for {grid} patches, got {taken}"
+        )
 
 
 def _tiling(processor: dict[str, object]) -> dict[str, object]:

@@ -156,6 +156,12 @@ class FixedLayout:
     num_frames = 1
     has_channels_last = False
 
+    @property
+    def grid(self) -> Size | None:
+        """Rows and columns of patches; None if they differ from image to image."""
+        size = self.crop or self.size
+        return size and (size[0] // self.patch_size, size[1] // self.patch_size)
+
     def fit(self, image: Image, resample: int) -> Pixels:
         if self.background is not None:
             image = _squared(image, self.background)

@@ -4,9 +4,9 @@ import base64
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.generation_defaults import build_arch
 from jaxserve.assembly.images import build_image_reader
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.images.cache import ImageCache
@@ -23,6 +24,7 @@ from jaxserve.images.placeholders import Placeholders
 from jaxserve.images.prepared import PreparedImage
 from jaxserve.images.processor_files import image_processor
 from jaxserve.images.reader import ImageOptions, ImageReader
+from tests.vision_checkpoints import FAMILIES
 
 IMAGE = 7
 FIELDS = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 50176}
@@ -204,15 +206,37 @@ def test_rows_of_pixtral_end_in_the_tokenizers_tokens():
         read_placeholders(config, {}, IMAGE, layout, {}.get, str)
 
 
+def checkpoint(path: Path, family: str, fields: dict[str, Any], **options: Any) -> tuple[EngineConfig, Any]:
+    """Write a tiny checkpoint's JSON files; return its configuration and sizes."""
+    (path / "config.json").write_text(json.dumps(FAMILIES[family].config_dict()))
+    (path / "preprocessor_config.json").write_text(json.dumps(fields))
+    config = EngineConfig(str(path), skip_tokenizer_init=True, **options)
+    return config, build_arch(config)
+
+
 def test_readers_are_built_from_checkpoints(tmp_path: Path, caplog):
-    arch: Any = SimpleNamespace(images=SimpleNamespace(token_id=IMAGE, tower=SimpleNamespace(buckets=(256, 1024))))
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2VLForConditionalGeneration"]}))
-    config = EngineConfig(str(tmp_path), mm_processor_kwargs='{"max_pixels": 3136}', limit_mm_per_prompt={"image": 2})
-    assert build_image_reader(config, arch, None) is None
-    assert "has no preprocessor_config.json" in caplog.text
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(FIELDS))
+    fields = FIELDS | {"patch_size": 4}
+    options = {"mm_processor_kwargs": '{"max_pixels": 640}', "limit_mm_per_prompt": {"image": 2}}
+    config, arch = checkpoint(tmp_path, "qwen2_5_vl", fields | {"min_pixels": 64}, **options)
     reader = build_image_reader(config, arch, None)
     assert reader is not None
     assert reader.options.max_images == 2
-    assert reader.prepare(inputs(PIXELS))[0].num_embeddings == 2
-    assert build_image_reader(config, SimpleNamespace(images=None), None) is None  # type: ignore[arg-type]
+    assert reader.prepare(inputs(PIXELS))[0].num_embeddings == 6
+    (tmp_path / "preprocessor_config.json").unlink()
+    assert build_image_reader(config, arch, None) is None
+    assert "has no preprocessor_config.json" in caplog.text
+    assert build_image_reader(config, replace(arch, images=None), None) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "word"),
+    [
+        ("qwen2_5_vl", FIELDS, "tower's patch_size 4, got 14"),
+        ("qwen2_5_vl", FIELDS | {"patch_size": 4, "merge_size": 1}, "tower's 8 embeddings"),
+        ("llava", {"image_processor_type": "SiglipImageProcessor", "size": {"height": 24, "width": 24}}, r"\(5, 5\)"),
+    ],
+)
+def test_processors_that_do_not_fit_the_tower_are_refused(tmp_path: Path, family, fields, word):
+    config, arch = checkpoint(tmp_path, family, fields)
+    with pytest.raises(ConfigError, match=word):
+        build_image_reader(config, arch, None)
