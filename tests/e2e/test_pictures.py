@@ -205,3 +205,28 @@ def test_images_beyond_the_encoder_cache_are_refused(served: Served) -> None:
     if served.pictures.image(1).num_embeddings > 16:
         with pytest.raises(RequestError, match="at most 16 tokens, the size of the encoder cache, got"):
             served.run([served.pictures.prompt(3, served.pictures.image(1))], engine)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "multi_step": {"multi_step": 4},
+    "speculation": {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'},
+    "process": {"engine_process": True, "forbid_compiles": False},
+}
+
+
+@pytest.mark.parametrize("served", ["qwen2_5_vl"], indirect=True)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_change_no_output(served: Served, name: str) -> None:
+    """Steps of several tokens, drafted tokens, and a core in a process of its own; then again with cached pages."""
+    image, prompt = served.pictures.image, served.pictures.prompt
+    prompts = [prompt(7), prompt(5, image(1), 9), prompt(3, image(2), 2, image(3), 3)]
+    engine = served.engine(**OPTIONS[name])
+    for number in range(2):
+        outputs = [served.add(engine, f"{number} {index}", each) for index, each in enumerate(prompts)]
+        while engine.has_unfinished():
+            engine.step()
+        for each, output in zip(prompts, outputs, strict=True):
+            served.check(each, output)
+            assert bool(output.num_cached_tokens) == bool(number)
+    if name == "process":
+        engine.close()
