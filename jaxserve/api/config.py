@@ -398,6 +398,7 @@ _SIZE = integer(1)
 _PATHS = ("model", "tokenizer", "generation_config", "compilation_cache_dir", "event_log", "kv_offloading_path")
 _OPTIONAL_SIZES = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_cpu_loras"),
+    "encoder_cache_size",
 )
 
 
