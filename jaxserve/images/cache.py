@@ -18,18 +18,22 @@ class ImageCache:
 
     Attributes:
         num_bytes: size of all.
+        num_queries: number of images sought so far.
+        num_hits: number of those that were found.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._images: OrderedDict[Hashable, PreparedImage] = OrderedDict()
         self._lock = threading.Lock()
-        self.num_bytes = 0
+        self.num_bytes = self.num_queries = self.num_hits = 0
 
     def get(self, key: Hashable) -> PreparedImage | None:
         with self._lock:
+            self.num_queries += 1
             if (image := self._images.get(key)) is not None:
                 self._images.move_to_end(key)
+                self.num_hits += 1
             return image
 
     def clear(self) -> None:

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _REJECTIONS = ("queue_full", "queue_tokens", "wait", "extras", "shed", "key_limit", "rate_limit", "draining")
-_NEVER_COUNTED = (  # there are no caches but the pools, and no prompts but text
-    *("vllm:mm_cache_queries", "vllm:mm_cache_hits"),
-)
 FRESH_S = 0.02  # lifetime of an estimate
 MAX_CLASSES = 64  # classes whose estimates are kept
 
@@ -204,8 +201,10 @@ class Observer(Collector):
             "corrupt": stats.num_corrupt_pages,
         }
         yield counter("jaxserve:kv_offloading_pages", moved, "outcome")
-        for name in _NEVER_COUNTED:
-            yield counter(name, {"": 0})
+        images = self._engine.reader.images
+        queries, hits = (0, 0) if images is None else (images.cache.num_queries, images.cache.num_hits)
+        yield counter("vllm:mm_cache_queries", {"": queries})
+        yield counter("vllm:mm_cache_hits", {"": hits})
         if expert_tokens := stats.expert_tokens.total().values:
             by_expert = {str(expert): count for expert, count in enumerate(expert_tokens)}
             yield counter("jaxserve:expert_tokens", by_expert, "expert")

@@ -77,6 +77,7 @@ def test_known_images_are_not_processed_again():
     (smaller,) = reader.prepare(inputs(PICTURE, max_pixels=3136))
     assert smaller.digest != first.digest
     assert smaller.num_embeddings == 2
+    assert (reader.cache.num_queries, reader.cache.num_hits) == (3, 1)
     assert reader.cache.num_bytes == first.num_bytes + smaller.num_bytes
 
 
