@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxserve.api.lora_request import EXPERTS
 from jaxserve.api.pooling_params import CLASSIFY, EMBED
 from jaxserve.api.sparsity_config import COMPACTING
 from jaxserve.errors import ConfigError
@@ -74,12 +73,9 @@ def _check_adapters(config: EngineConfig) -> None:
         )
     _require(
         "enable_lora",
-        ("enable_dp_attention", config.enable_dp_attention, False),
         ("kv_eviction", config.kv_eviction, None),
         ("sparse_attention", config.sparse_attention, None),
     )
-    if EXPERTS in config.lora_extras:
-        _require(f"lora_extras with {EXPERTS!r}", ("tensor_parallel_size", config.tensor_parallel_size, 1))
 
 
 def _check_devices(config: EngineConfig) -> None:

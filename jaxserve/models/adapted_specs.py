@@ -80,13 +80,13 @@ class AdaptedSpec:
 
     @property
     def num_experts(self) -> int:
-        """Number of experts' matrices that are concatenated; 1 for a single matrix."""
-        return self.spec.num_matrices
+        """Number of experts' matrices that are concatenated on a device; 1 for a single matrix."""
+        return self.local.num_matrices
 
     @property
     def num_parts(self) -> int:
         """Number of modules per matrix."""
-        return len(self.parts) // self.num_experts
+        return len(self.parts) // self.spec.num_matrices
 
     @property
     def is_table(self) -> bool:
@@ -116,7 +116,7 @@ def adapted_specs(arch: ArchConfig, local: ArchConfig, extras: Collection[str]) 
     both = zip(registry.param_specs(arch), registry.param_specs(local), strict=True)
     found = [AdaptedSpec(spec, own) for spec, own in both if _can_adapt(spec)]
     if EXPERTS in extras:
-        found += [AdaptedSpec(spec, spec) for spec in expert_specs(arch)]
+        found += [AdaptedSpec(*pair) for pair in zip(expert_specs(arch), expert_specs(local), strict=True)]
     if EMBEDDINGS not in extras:
         return found
     for spec, own in zip(embeddings(arch), embeddings(local), strict=True):

@@ -94,12 +94,14 @@ class AdapterLayout:
             return jax.ShapeDtypeStruct(joined, jnp.dtype(dtype), sharding=named_sharding(mesh, axes))
 
         def experts(each: AdaptedSpec) -> ExpertFactors:
-            count, sizes = slots * each.num_experts, each.part_sizes[: each.num_parts]
-            if not self.is_native:
-                a = shape((count * each.num_parts * self.rank, each.num_inputs), (None, None))
-                return self._experts(each, a, [shape((count * size, self.rank), (None, None)) for size in sizes])
-            first, second = (shape(panels, (None,) * 4) for panels in self._packed(each, count))
-            return self._experts(each, first, [second])
+            (rows, columns), count = each.axes, slots * each.num_experts
+            if self.is_native:
+                first, second = self._packed(each, count)
+                b = [shape(second, (rows, None, None, None))]
+                return self._experts(each, shape(first, ("expert", columns, None, None)), b)
+            a = shape((count * each.num_parts * self.rank, each.num_inputs), ("expert", columns))
+            b = [shape((count * size, self.rank), (rows, None)) for size in each.part_sizes[: each.num_parts]]
+            return self._experts(each, a, b)
 
         def factors(each: AdaptedSpec) -> Factors | ExpertFactors:
             if each.spec.experts is not None:
@@ -168,7 +170,7 @@ class AdapterLayout:
             a = np.concatenate([self._first(each, module) for module in modules])
             b = [self._second(each, part, module) for part, module in zip(each.parts, modules, strict=True)]
             if each.spec.experts is not None:
-                return self._experts(each, *self._experts_arrays(each, a, b))
+                return self._experts(each, *self._experts_arrays(each, a, b, mesh))
             bias = self._bias(each, modules, mesh) if self._has(LORA_BIAS, each) else None
             scale = self._magnitudes(each, modules, mesh) if self._has(USE_DORA, each) else None
             return self._factors(each, *self._split(each, a, b, mesh), bias, scale)
@@ -325,13 +327,20 @@ class AdapterLayout:
         return self._first_panels(a), [np.concatenate(x, axis=axis) for x in zip(*stored, strict=True)]
 
     def _experts_arrays(
-        self, each: AdaptedSpec, a: NDArray[Any], b: Sequence[NDArray[Any]]
+        self, each: AdaptedSpec, a: NDArray[Any], b: Sequence[NDArray[Any]], mesh: Mesh | None
     ) -> tuple[NDArray[Any], list[NDArray[Any]]]:
         """Return experts' first factors [E * P * rank, in] and second ones, by expert and part, as stacks have them."""
-        if not self.is_native:
-            return a, [np.concatenate(b[part :: each.num_parts]) for part in range(each.num_parts)]
-        seconds = _panels(np.concatenate(b), each.num_experts, gated=each.spec.gated)
-        return _panels(a, each.num_experts), [seconds]
+        shards: list[list[Any]] = [list(b)]
+        if mesh is not None and each.spec.split_dimension == 0:
+            count = num_parts(mesh, split_axes(each.spec.axes))
+            shards = [device_slices(each.spec, b, index, mesh)[0] for index in range(count)]
+        if self.is_native:
+            seconds = [
+                _panels(np.concatenate(shard), len(shard) // each.num_parts, gated=each.spec.gated) for shard in shards
+            ]
+            return _panels(a, each.spec.num_matrices), [np.concatenate(seconds)]
+        by_part = ([x for shard in shards for x in shard[part :: each.num_parts]] for part in range(each.num_parts))
+        return a, list(map(np.concatenate, by_part))
 
     def _by_device(self, each: AdaptedSpec, vectors: Sequence[NDArray[Any]], mesh: Mesh | None) -> list[NDArray[Any]]:
         """Return vectors with an element per output, by part, in device order; see `abstract`.

@@ -150,6 +150,7 @@ def embed_tokens(
     """
     # Norms determine the dtype because they are never quantised.
     dtype, ids = jax.tree.leaves(params["final_norm"])[0].dtype, all_tokens(token_ids, arch.token_axis)
+    adapters = adapters and adapters.select(lambda slot: all_tokens(slot, arch.token_axis))
     rows = embed(ids, params["embed"], dtype=dtype, axis=arch.vocab_axis, adapters=adapters)
     x = local_tokens(rows, arch.token_axis)
     if arch.embed_scale != 1.0:

@@ -1,22 +1,30 @@
 """LoRA adapters over several devices: the tokens of one device, for every matrix that adapters change."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxserve import LLM, LoRARequest, SamplingParams
+from jaxserve.api.config import EngineConfig
 from jaxserve.api.lora_request import EXPERTS, LORA_EXTRAS
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.models.adapted_specs import adapted_specs, embeddings
 from tests.e2e.workloads import TOLERANCE, tokens
 from tests.parameters import mainly
+from tests.sharded.devices.sizes import SHARD_SIZES
 
 Start = Callable[..., DrivenEngine]
+Mixture = Callable[[str], tuple[Path, DrivenEngine]]
 
-EXTRAS = tuple(extra for extra in LORA_EXTRAS if extra != EXPERTS)  # experts are adapted on one device only
+EXTRAS = tuple(extra for extra in LORA_EXTRAS if extra != EXPERTS)
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "lora_extras": EXTRAS}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+PROMPTS: list[Any] = [{"prompt_token_ids": tokens(count, count)} for count in (9, 5, 7, 11)]
+REQUESTS = [LoRARequest("a"), LoRARequest("b"), None, LoRARequest("a")]
 
 
 def tensors(llm: LLM, seed: int, vector: str = "lora_B.bias") -> dict[str, np.ndarray]:
@@ -49,16 +57,51 @@ def whole(llm: LLM, seed: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("case", mainly([(4, "auto")], (2, "auto"), (8, "auto"), (4, "xla")))
 def test_tokens_are_those_of_one_device(start: Start, case: tuple[int, str]) -> None:
     num_devices, backend = case
-    names, prompts = ["a", "b", None, "a"], [{"prompt_token_ids": tokens(count, count)} for count in (9, 5, 7, 11)]
-    requests, outputs = [None if name is None else LoRARequest(name) for name in names], []
+    outputs = []
     for count in (1, num_devices):
         llm = LLM.over(start(count, **LORA, linear_backend=backend, multi_step=1))
         for seed, (name, draw) in enumerate({"a": tensors, "b": whole}.items()):
             feature = "lora_bias" if draw is tensors else "use_dora"
             llm.update_lora(name, draw(llm, seed), {"r": 4, "lora_alpha": 4, feature: True})
-        outputs.append(llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=requests))
-    for expected, found in zip(*outputs, strict=True):
-        assert expected.outputs[0].token_ids == found.outputs[0].token_ids
-        pairs = zip(expected.outputs[0].logprobs or (), found.outputs[0].logprobs or (), strict=True)
-        for wanted, table in pairs:
-            assert all(abs(wanted[key].logprob - entry.logprob) < TOLERANCE for key, entry in table.items())
+        outputs.append(llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=REQUESTS))
+    assert_equal(*outputs)
+
+
+CASES = [(4, 2, "auto", False), (4, 2, "auto", True), (2, 1, "auto", False), (2, 2, "xla", True), (4, 1, "xla", False)]
+
+
+@pytest.mark.parametrize("case", mainly(CASES[:2], *CASES[2:]))
+def test_experts_have_the_tokens_of_one_device(mixture: Mixture, case: tuple[int, int, str, bool]) -> None:
+    """Adapters of routed experts, with experts or parts of them on different devices, which may have their own rows."""
+    num_devices, num_shards, backend, has_rows = case
+    path, _ = mixture("qwen3_moe")
+    devices = {"tensor_parallel_size": num_devices, "expert_parallel_size": num_shards}
+    outputs = []
+    for sizes in ({}, devices | {"enable_dp_attention": has_rows}):
+        options: dict[str, Any] = SHARD_SIZES | LORA | {"lora_extras": LORA_EXTRAS, "linear_backend": backend}
+        llm = LLM.over(DrivenEngine(EngineConfig(str(path), **options | sizes | {"multi_step": 1})))
+        for seed, name in enumerate("ab"):
+            factors = {key: x for key, x in tensors(llm, seed).items() if not key.endswith("bias")}
+            llm.update_lora(name, factors | expert_tensors(llm, seed), {"r": 4, "lora_alpha": 4})
+        outputs.append(llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=REQUESTS))
+    assert_equal(*outputs)
+
+
+def expert_tensors(llm: LLM, seed: int) -> dict[str, np.ndarray]:
+    """Return random factors for all matrices in layers, experts' too."""
+    rng, arch, found = np.random.default_rng(seed), llm.engine.arch, {}
+    for each in adapted_specs(arch, arch, (EXPERTS,)):
+        for part in each.parts:
+            for name, shape in (("A", (4, each.spec.shape[1])), ("B", (each.num_rows(part), 4))):
+                drawn = (0.2 * rng.normal(size=shape)).astype(np.float32)
+                found[f"base_model.model.{part.module}.lora_{name}.weight"] = drawn
+    return found
+
+
+def assert_equal(wanted: list[RequestOutput], found: list[RequestOutput]) -> None:
+    """Assert that outputs have the same ids and, within the tolerance, log probabilities."""
+    for expected, other in zip(wanted, found, strict=True):
+        assert expected.outputs[0].token_ids == other.outputs[0].token_ids
+        pairs = zip(expected.outputs[0].logprobs or (), other.outputs[0].logprobs or (), strict=True)
+        for table, own in pairs:
+            assert all(abs(table[key].logprob - entry.logprob) < TOLERANCE for key, entry in own.items())
