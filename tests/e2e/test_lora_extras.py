@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from safetensors.numpy import load_file
 from scipy.special import log_softmax
 
 from jaxserve import LLM, LoRARequest, RequestError, SamplingParams
@@ -104,3 +105,30 @@ def test_another_vocabulary_is_refused_with_numbers(start: Start):
     tensors = {"base_model.model.lm_head.weight": np.ones((7, size), np.float32)}
     with pytest.raises(RequestError, match=rf"must have the model's shape, \[.*, {size}\], got \[7, {size}\]"):
         llm.update_lora("vocabulary", tensors, {})
+
+
+def test_norms_are_those_of_new_weights(start: Start, llama: Path):
+    """DoRA's magnitudes replace the norms of rows: without B, weights twice as large leave all outputs as they are."""
+    llm, rng, tensors = LLM.over(start(**LORA)), np.random.default_rng(0), {}
+    stored = load_file(llama / "model.safetensors")
+    queries = {name: array for name, array in stored.items() if name.endswith("q_proj.weight")}
+    for name, array in queries.items():
+        prefix, (num_rows, size) = f"base_model.model.{name.removesuffix('.weight')}", array.shape
+        factors = {"A.weight": rng.normal(size=(2, size)), "B.weight": np.zeros((num_rows, 2))}
+        tensors |= {f"{prefix}.lora_{key}": factor.astype(np.float32) for key, factor in factors.items()}
+        tensors[f"{prefix}.lora_magnitude_vector"] = np.abs(rng.normal(size=num_rows)).astype(np.float32)
+    llm.update_lora("norms", tensors, {"r": 2, "lora_alpha": 2, "use_dora": True})
+    prompt = [{"prompt_token_ids": tokens(9, "norms")}]
+
+    def outputs() -> Any:
+        [output] = llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=LoRARequest("norms"))
+        return output.outputs[0].token_ids, output.outputs[0].logprobs
+
+    (ids, tables), plain = outputs(), llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    llm.update_weights(stored | {name: 2 * array for name, array in queries.items()})
+    try:
+        assert outputs() == (ids, tables)
+        assert ids != plain
+    finally:
+        llm.update_weights(str(llama))
+        llm.unload_lora("norms")
