@@ -17,7 +17,18 @@ from numpy.typing import NDArray
 from jaxserve.weights.errors import Mismatch
 from jaxserve.weights.progress import progress_bar
 from jaxserve.weights.quantized import QuantizedPart, Schemes, quantized_view
-from jaxserve.weights.rows import FLOATS, TEXT_PART, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
+from jaxserve.weights.rows import (
+    FLOATS,
+    TEXT_PART,
+    VISION_PART,
+    Params,
+    Shardings,
+    TensorRow,
+    build_tree,
+    hf_shapes,
+    other_part,
+    sharding_at,
+)
 from jaxserve.weights.stored_head import HEAD_NAMES, dropped_heads, with_tied_leaves, with_tied_tensors
 from jaxserve.weights.stored_tensor import Part, StoredTensor, Tensor, Tensors, host_rows
 from jaxserve.weights.stores import find_store
@@ -29,16 +40,10 @@ _NUM_READERS = 8
 _MASKS = tuple(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias"))
 _DRAFT_PROJECTION = "eh_proj.weight"  # name suffix of a tensor that only layers for multi-token prediction have
 _DRAFTING = "mtp."  # name prefix of such layers unless they are numbered like the others
-# Name prefixes in multimodal checkpoints, with or without `model.`, for encoders and projectors of other inputs.
-_OTHER_PARTS = (
-    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector."),
-    *("audio_tower.", "embed_vision.", "embed_audio.", "image_newline"),
-)
 # Matrices of one expert, by the name of the tensor [E, rows, in] in which some checkpoints stack them for all experts.
 # transformers stacks block scales in this way even if matrices are separate.
 _EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _COMPUTED = ("rotary_emb.inv_freq", "embeddings.position_ids", *_MASKS)  # name suffixes
-_VISION_PART = ".vision_model."  # name component that some versions of the same vision towers have
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 Transform = Callable[[Any, StoredTensor], Any]  # function of a row and its tensor
@@ -247,12 +252,12 @@ def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT])
 
     Files without a head, such as GPT-2's, lack the first component; multimodal models have one more.
     """
-    parts = {_other_part(name) for row in specs for name in row.hf_names}
+    parts = {other_part(name) for row in specs for name in row.hf_names}
 
     def whole(name: str) -> str:
         """Return a name without the components that only some versions of multimodal models have."""
-        name = name.replace(TEXT_PART, "", 1).replace(_VISION_PART, ".", 1)
-        return f"model.{name}" if f"model.{_other_part(name)}" in parts else name
+        name = name.replace(TEXT_PART, "", 1).replace(VISION_PART, ".", 1)
+        return f"model.{name}" if f"model.{other_part(name)}" in parts else name
 
     tensors = {whole(name): tensor for name, tensor in tensors.items()}
     tensors = _with_separate_experts({name for row in specs for name in row.hf_names}, tensors)
@@ -318,8 +323,8 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
     ignored = {*expected, *unread, *(name for name in HEAD_NAMES if name not in dropped)}
     if drafting:
         logger.info("%s: layers that draft tokens are not part of the model: %s", where, ", ".join(drafting))
-    read = {_other_part(name) for name in expected}
-    if others := sorted({part for name in tensors if (part := _other_part(name)) is not None} - read):
+    read = {other_part(name) for name in expected}
+    if others := sorted({part for name in tensors if (part := other_part(name)) is not None} - read):
         logger.info("%s: only the text part is served; these parts are not read: %s", where, ", ".join(others))
     Mismatch(
         missing=[name for name in expected if name not in tensors],
@@ -342,12 +347,6 @@ def _draft_layers(names: Iterable[str]) -> tuple[str, ...]:
     names = list(names)
     numbered = {name.removesuffix(_DRAFT_PROJECTION) for name in names if name.endswith(_DRAFT_PROJECTION)}
     return tuple(sorted(numbered | {_DRAFTING for name in names if name.startswith(_DRAFTING)}))
-
-
-def _other_part(name: str) -> str | None:
-    """Return a tensor's name prefix if it is outside the text part of a multimodal model."""
-    first = "model." if name.startswith("model.") else ""
-    return next((first + part for part in _OTHER_PARTS if name.removeprefix(first).startswith(part)), None)
 
 
 def _dtype_of(parts: Sequence[Part], dtype: jax.typing.DTypeLike | None) -> np.dtype:

@@ -10,6 +10,12 @@ from jax.sharding import Sharding
 
 FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}  # weight dtypes
 TEXT_PART = "language_model."  # name component in multimodal checkpoints that text models lack
+VISION_PART = ".vision_model."  # name component that some versions of a vision tower have
+# Name prefixes in multimodal checkpoints, with or without `model.`, for encoders and projectors of other inputs.
+_OTHER_PARTS = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector."),
+    *("audio_tower.", "embed_vision.", "embed_audio.", "image_newline"),
+)
 HEADS = ("lm_head", "embed_out")  # modules that compute logits unless embeddings are tied
 Path = tuple[str | int, ...]
 Params = dict[str, Any]  # nested dicts and lists: strings in a path are keys, integers are indices
@@ -124,3 +130,9 @@ def hf_row_counts(row: TensorRow) -> Counter[str]:
     for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):
         counts[name] += num_rows
     return counts
+
+
+def other_part(name: str) -> str | None:
+    """Return a tensor's name prefix if it is outside a multimodal model's text part."""
+    first = "model." if name.startswith("model.") else ""
+    return next((first + part for part in _OTHER_PARTS if name.removeprefix(first).startswith(part)), None)

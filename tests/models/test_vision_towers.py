@@ -138,3 +138,18 @@ def test_more_patches_than_the_largest_bucket_are_refused(tmp_path):
 def test_unsupported_settings_are_refused(fields, message):
     with pytest.raises(ConfigError, match=message):
         tower.read_tower(FAMILIES["llava"].config_dict() | fields)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "is_quantised"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 16, "modules_to_not_convert": ["visual"]}, False),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["model.visual.blocks.0.attn.qkv"]}, False),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["visual.blocks.0.attn.qkv"]}, False),
+        ({"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}, True),
+    ],
+)
+def test_towers_left_out_of_quantisation_are_read_as_floats(quantization, is_quantised):
+    config = FAMILIES["qwen2_5_vl"].config_dict() | {"quantization_config": quantization}
+    schemes = weights.read_schemes(config)
+    assert (schemes.for_tensor("model.visual.blocks.0.attn.qkv.weight") is not None) == is_quantised

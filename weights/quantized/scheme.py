@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from jaxserve.weights.rows import TEXT_PART
+from jaxserve.weights.rows import TEXT_PART, VISION_PART, other_part
 
 Elements = Literal["int4", "int8", "e4m3", "e2m1"]
 # Element layout in a file: unpacked; two per byte, the low nibble first, from consecutive columns or (ModelOpt)
@@ -143,8 +143,8 @@ class Schemes:
         method: the checkpoint's `quant_method`, which does not count when schemes are compared.
         rules: rules, the first one first; patterns match module names, or `class:` and a class.
         kv_cache: True if the checkpoint has scales for a quantised KV cache.
-        is_multimodal: True if patterns match module names in a multimodal checkpoint. Only its text part is served,
-            whose names have one more component there, at one of two positions.
+        is_multimodal: True if patterns match module names in a multimodal checkpoint. Its text part's names have one
+            more component there, at one of two positions.
     """
 
     method: str = field(compare=False)
@@ -177,7 +177,11 @@ class Schemes:
         return replace(self, rules=tuple(rules))
 
     def _stored(self, name: str) -> list[str]:
-        """Return the names that a text model's module may have in the checkpoint, which may be multimodal."""
+        """Return the names that a module may have in the checkpoint, which may be multimodal."""
+        if other_part(name) is not None:
+            parent, dot, rest = name.removeprefix("model.").partition(".")
+            bare = [f"{parent}.{rest}", f"{parent}{VISION_PART}{rest}"] if dot else [parent]
+            return [*bare, *(f"model.{each}" for each in bare)]
         if not self.is_multimodal:
             return [name]
         first, dot, rest = name.partition(".")
