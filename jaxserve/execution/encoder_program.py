@@ -40,7 +40,12 @@ def make_encode(arch: VisionArch) -> Encode:
 
 
 def encoder_buckets(arch: VisionArch, max_embeddings: int) -> tuple[int, ...]:
-    """Return the numbers of patches for which programs are compiled, for images with up to `max_embeddings`."""
+    """Return the numbers of patches for which programs are compiled, for images with up to `max_embeddings`.
+
+    Images in tiles may have any number of patches, as embeddings of their padding are dropped.
+    """
+    if arch.tiles is not None:
+        return arch.buckets
     too_small = [size for size in arch.buckets if arch.max_embeddings(size) < max_embeddings]
     return arch.buckets[: len(too_small) + 1]
 

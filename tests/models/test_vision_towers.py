@@ -11,6 +11,7 @@ import transformers
 
 from jaxserve import weights
 from jaxserve.errors import ConfigError
+from jaxserve.execution.encoder_program import encoder_buckets
 from jaxserve.models.params import matrix_transform
 from jaxserve.models.vision import tower
 from jaxserve.pallas_kernels import packed_linear
@@ -122,6 +123,15 @@ def test_more_patches_than_the_largest_bucket_are_refused(tmp_path):
     arch = tower.read_tower(FAMILIES["llava"].config_dict())
     with pytest.raises(ConfigError, match=r"at most 100 patches, got 125"):
         tower.pack(arch, random_images(arch, ((5, 5),) * 5))
+
+
+def test_programs_hold_images_in_tiles_that_are_mostly_padding():
+    arch, size = published("llava-onevision-7b"), (1536, 390)
+    rows, columns = arch.tiles.best(size)
+    num_patches = (1 + rows * columns // arch.tiles.tile_size**2) * arch.grid[0] * arch.grid[1]
+    num_embeddings = arch.tiles.num_embeddings(arch.grid, size)
+    assert num_embeddings < 4096
+    assert arch.bucket(num_patches) in encoder_buckets(arch, 4096)
 
 
 @pytest.mark.parametrize(
