@@ -83,22 +83,22 @@ class ImageProcessor:
         Args:
             pixels: pixels from `fit`.
             size: the original image's rows and columns.
-            name: caller's id for the image, which then replaces its content in the digest.
+            name: caller's id for the image, which then replaces its pixels in the digest.
         """
+        patch = self.layout.patch_size
+        grid = pixels.shape[1] // patch, pixels.shape[2] // patch
+        num_embeddings = self.layout.num_embeddings(grid, size)
         content = blake2b(self.key, digest_size=DIGEST_SIZE, person=b"pixels" if name is None else b"name")
         if name is None:
             content.update(repr((pixels.shape, size)).encode())
             content.update(pixels.tobytes())
-        else:
+        else:  # caches hold as many embeddings per digest as the first image had
+            content.update(repr((pixels.shape, num_embeddings)).encode())
             content.update(name.encode(errors="surrogatepass"))
-        patch = self.layout.patch_size
-        grid = pixels.shape[1] // patch, pixels.shape[2] // patch
         values = np.empty(pixels.shape, np.float32)
         for channel, row in enumerate(self.normalization.table):
             np.take(row, pixels[..., channel], out=values[..., channel])
-        return PreparedImage(
-            content.digest(), unfolded(values, self.layout), grid, self.layout.num_embeddings(grid, size), size
-        )
+        return PreparedImage(content.digest(), unfolded(values, self.layout), grid, num_embeddings, size)
 
 
 def as_rgb(image: Image) -> Image:

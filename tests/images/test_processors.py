@@ -194,6 +194,8 @@ def test_digests_cover_pixels_settings_and_names():
     ]
     assert len(set(digests)) == 5
     assert digests[2] == processor.prepare(processor.fit(changed), (64, 65), "a").digest
+    larger = Image.fromarray(picture((64, 128)))
+    assert digests[2] != processor.prepare(processor.fit(larger), (64, 128), "a").digest
 
 
 @pytest.mark.parametrize(
@@ -204,6 +206,7 @@ def test_digests_cover_pixels_settings_and_names():
         ({"resample": 9}, "resample"),
         ({"patch_size": "14"}, "patch_size"),
         ({"size": {}, "min_pixels": None}, "shortest_edge"),
+        ({"size": {"shortest_edge": "56", "longest_edge": 112}}, "size must be an object with whole numbers"),
     ],
 )
 def test_unsupported_settings_are_refused(changes, word):
@@ -216,6 +219,7 @@ def test_settings_that_requests_may_change():
     image = Image.fromarray(picture((448, 448)))
     smaller = image_processor(fields, config, {"max_pixels": 28 * 28 * 4})
     assert smaller.prepare(smaller.fit(image), (448, 448)).num_embeddings == 4
+    assert image_processor(fields, config, {"size": None}).key == image_processor(fields, config).key
     with pytest.raises(ConfigError, match=r"mm_processor_kwargs takes .*did you mean max_pixels"):
         image_processor(fields, config, {"max_pixel": 3})
     with pytest.raises(ConfigError, match="must be empty for this model"):
@@ -236,6 +240,9 @@ def test_impossible_sizes_are_refused():
         qwen.fit(Image.new("RGB", (201, 1)))
     with pytest.raises(RequestError, match="crop its longer side"):
         clip.fit(Image.new("RGB", (30000, 1)))
+    padding = image_processor(FAMILIES["clip"][0] | {"image_processor_type": "LlavaImageProcessor", "do_pad": True}, {})
+    with pytest.raises(RequestError, match="after padding to a square"):
+        padding.fit(Image.new("RGB", (30000, 1)))
 
 
 def test_files_of_both_generations_are_read(tmp_path: Path):
