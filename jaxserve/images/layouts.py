@@ -313,6 +313,11 @@ def _squared(image: Image, background: tuple[int, int, int]) -> Image:
     from PIL import Image as pillow  # noqa: N813, PLC0415 - an extra
 
     side = max(image.width, image.height)
+    if side**2 > MAX_RESIZED_PIXELS:
+        raise RequestError(
+            f"an image may have at most {MAX_RESIZED_PIXELS} pixels after padding to a square, got {image.width} x "
+            f"{image.height}; crop its longer side"
+        )
     square = pillow.new("RGB", (side, side), background)
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return square

@@ -170,7 +170,10 @@ _QWEN = _Kind(
     {
         **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), _COUNT),
         **dict.fromkeys(("min_pixels", "max_pixels"), _COUNT.optional()),
-        "size": schema.OBJECT,
+        "size": FieldType(
+            "an object with whole numbers",
+            lambda value: isinstance(value, dict) and all(map(_COUNT.optional().holds, value.values())),
+        ),
     },
     {
         "patch_size": 14,
@@ -267,7 +270,8 @@ def image_processor(
     mean, std = kind.mean_std
     given = {each: value for each, value in fields.items() if value is not None}
     common = {"rescale_factor": 1 / 255, "image_mean": list(mean), "image_std": list(std), "resample": kind.resample}
-    values = {**common, **kind.defaults, **given, **_checked(adjusted or {}, kind), "image_processor_type": name}
+    changed = {each: value for each, value in _checked(adjusted or {}, kind).items() if value is not None}
+    values = {**common, **kind.defaults, **given, **changed, "image_processor_type": name}
     kinds = {**_COMMON, **kind.fields}
     if bad := [problem for each in kinds if (problem := kinds[each].problem(each, values.get(each)))]:
         if adjusted:
