@@ -51,8 +51,10 @@ class ImageSources:
         """
         if url[:5].lower() == "data:":
             return _from_data(url)
-        if any(char <= " " or char in '\\"<>\x7f' for char in url):
-            raise RequestError(f"the URL of an image must have no spaces, backslashes and quotes, got {brief(url)}")
+        if any(char <= " " or char in '\\"<>\x7f' or "\ud800" <= char <= "\udfff" for char in url):
+            raise RequestError(
+                f"the URL of an image must have no spaces, backslashes, quotes and surrogates, got {brief(url)}"
+            )
         try:
             parts = urlsplit(url)
             port = parts.port

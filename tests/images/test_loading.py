@@ -250,5 +250,7 @@ def test_local_files_only_below_the_allowed_directory(tmp_path):
     ):
         with pytest.raises(RequestError, match="file must"):
             sources.load(f"file://{path}")
+    with pytest.raises(RequestError, match="surrogates"):
+        sources.load(f"file://{allowed}/\ud800.png")
     with pytest.raises(RequestError, match="file must"):
         sources.load(f"file://evil.example{allowed}/inner/an%20image.png")
