@@ -58,7 +58,7 @@ def read_prompt(
             raise RequestError("a text prompt needs a tokenizer; pass token ids, or drop skip_tokenizer_init")
         written = content if rewrite is None else rewrite(content)
         return content, tokenizer.encode(written, max_tokens=max_tokens, keeps_first=keeps_first), salt
-    if isinstance(content, ExpandedPrompt):
+    if isinstance(content, ExpandedPrompt) and (content.images or max_tokens is None):
         return text, content, salt
     token_ids = _read_token_ids(content)
     if max_tokens is not None:

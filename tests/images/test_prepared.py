@@ -1,6 +1,7 @@
 import numpy as np
 
-from jaxserve.images.prepared import ImageSpan, PreparedImage, count_embeddings
+from jaxserve.core.prompt import read_prompt
+from jaxserve.images.prepared import ExpandedPrompt, ImageSpan, PreparedImage, count_embeddings
 
 
 def image(digest: bytes, num_embeddings: int) -> PreparedImage:
@@ -22,3 +23,9 @@ def test_images_are_equal_by_digest():
 def test_embeddings_are_counted_over_all_images():
     spans = [ImageSpan(image(b"a" * 16, size), 0, np.arange(size, dtype=np.int32)) for size in (3, 5)]
     assert count_embeddings(spans) == 8
+
+
+def test_expanded_prompts_are_cut_unless_they_have_images():
+    images = (ImageSpan(image(b"a" * 16, 2), 1, np.arange(2, dtype=np.int32)),)
+    assert read_prompt({"prompt_token_ids": ExpandedPrompt([1, 2, 3])}, None, None, 2)[1] == [2, 3]
+    assert read_prompt({"prompt_token_ids": ExpandedPrompt([1, 2, 3], images)}, None, None, 2)[1] == [1, 2, 3]
