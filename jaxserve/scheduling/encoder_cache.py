@@ -17,6 +17,7 @@ does not hold, and is extended to hold one that it begins with.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ BLOCK_ROWS = 16  # embeddings per block
 ImageKey = tuple[bytes, bytes]  # digest and salt
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Entry:
     """A cached image."""
 
@@ -59,6 +60,7 @@ class EncoderCache:
         """Forget all images, after a failure."""
         self._free = list(range(self.num_rows // BLOCK_ROWS - 1, -1, -1))
         self._entries: dict[ImageKey, _Entry] = {}  # the least recently held first
+        self._forgotten: list[_Entry] = []  # entries that requests hold, and that no other request may find
         self._passed: list[tuple[Request, int]] = []  # images whose last tokens the current plan computes
         self._num_encoded = 0  # embeddings that the current plan encodes
 
@@ -171,26 +173,38 @@ class EncoderCache:
 
     def _release(self, request: Request, index: int) -> None:
         """Stop holding an image for a request."""
-        del request.image_rows[index]
-        self._entries[_key(request, request.images[index])].num_holders -= 1
+        rows, entry = request.image_rows.pop(index), self._entries.get(_key(request, request.images[index]))
+        if entry is None or entry.rows is not rows:
+            entry = next(each for each in self._forgotten if each.rows is rows)
+        entry.num_holders -= 1
+        if entry in self._forgotten:
+            self._drop_forgotten()
 
-    def forget_idle(self) -> None:
-        """Drop the images that nobody holds, as after a change of weights."""
-        for key in [key for key, entry in self._entries.items() if not entry.num_holders]:
-            self._free += self._entries.pop(key).blocks
+    def forget(self) -> None:
+        """Forget all images, as after a change of weights; requests keep those that they hold."""
+        self._forgotten += self._entries.values()
+        self._entries.clear()
+        self._drop_forgotten()
+
+    def _drop_forgotten(self) -> None:
+        """Free the blocks of forgotten images that nobody holds."""
+        for entry in [each for each in self._forgotten if not each.num_holders]:
+            self._forgotten.remove(entry)
+            self._free += entry.blocks
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Assert that blocks are conserved and that each image is held by the running requests that have its rows."""
-        blocks = [*self._free, *(block for entry in self._entries.values() for block in entry.blocks)]
+        entries = [*self._entries.values(), *self._forgotten]
+        blocks = [*self._free, *(block for entry in entries for block in entry.blocks)]
         assert sorted(blocks) == list(range(self.num_rows // BLOCK_ROWS)), f"blocks are lost or shared: {blocks}"
-        counts: dict[ImageKey, int] = {}
+        held = [id(rows) for request in running for rows in request.image_rows.values()]
+        counts = {id(entry.rows): entry.num_holders for entry in entries if entry.num_holders}
+        assert counts == Counter(held), f"images are held {Counter(held)}, counted as {counts}"
         for request in running:
             for index, rows in request.image_rows.items():
-                key = _key(request, request.images[index])
-                assert rows is self._entries[key].rows, f"{request.request_id} has another image's rows"
-                counts[key] = counts.get(key, 0) + 1
-        held = {key: entry.num_holders for key, entry in self._entries.items() if entry.num_holders}
-        assert held == counts, f"images are held {held}, counted as {counts}"
+                entry = self._entries.get(_key(request, request.images[index]))
+                known = [each.rows for each in [entry, *self._forgotten] if each is not None]
+                assert any(each is rows for each in known), f"{request.request_id} has another image's rows"
 
 
 def _key(request: Request, span: ImageSpan) -> ImageKey:

@@ -258,12 +258,12 @@ class Scheduler:
         return withdrawn
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached content, also adapters and images without rows, as after a change of weights.
+        """Forget all cached content, also images and adapters without rows, as after a change of weights.
 
         Running requests keep their pages, but no other request will find them.
         """
         self.adapters.forget_idle()
-        self.encoder.forget_idle()
+        self.encoder.forget()
         for shard in self.shards:
             shard.reset_prefix_cache()
 

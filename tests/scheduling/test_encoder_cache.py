@@ -109,6 +109,21 @@ def test_images_are_encoded_once_per_salt() -> None:
     assert len(device.runs) == 3
 
 
+def test_other_requests_do_not_find_forgotten_images() -> None:
+    """After a change of weights a running request keeps its image, and others encode it again."""
+    sizes = SIZES | {"max_num_batched_tokens": 8}
+    scheduler, device = Scheduler(ScheduleConfig(**sizes, num_encoder_rows=NUM_ROWS)), Device()
+    scheduler.add(request("first", [1, image(1, 20), 1]))
+    step(scheduler, device)
+    scheduler.reset_prefix_cache()
+    scheduler.check_integrity()
+    scheduler.add(request("second", [3, image(1, 20), 1]))
+    drain(scheduler, device)
+    scheduler.add(request("third", [4, image(1, 20), 1]))
+    drain(scheduler, device)
+    assert len(device.runs) == 2
+
+
 def test_encoder_runs_share_a_step() -> None:
     """A plan encodes no more embeddings than a step has tokens, but always one image."""
     sizes = SIZES | {"max_num_batched_tokens": 8}
