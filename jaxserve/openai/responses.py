@@ -118,6 +118,7 @@ _PARTS: Mapping[str, ObjectFields] = {
     **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), _TEXT_PART),
     "refusal": {"refusal": needed(TEXT)},
 }
+_TEXT_PARTS = {name: fields for name, fields in _PARTS.items() if name != "input_image"}
 
 
 def response_to_chat(body: Json) -> Translation:
@@ -255,7 +256,7 @@ class _Turns:
             case "message":
                 self.add("user" if item["role"] == "user" else "system", self._content(item.get("content")))
             case "reasoning":
-                if text := content_text(self._content(item.get("content") or item.get("summary", []))):
+                if text := self._text(item.get("content") or item.get("summary", [])):
                     self._turn("reasoning", "content", "tool_calls").update({"reasoning": text, "content": ""})
             case "function_call":
                 function = {"name": item["name"], "arguments": item["arguments"]}
@@ -264,7 +265,7 @@ class _Turns:
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                text = content_text(self._content(item.get("output")))  # few templates read parts of results
+                text = self._text(item.get("output"))  # few templates read parts of results
                 self.messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
 
     def _turn(self, *later: str) -> Json:
@@ -274,13 +275,17 @@ class _Turns:
             self.messages.append({"role": "assistant"})
         return self.messages[-1]
 
-    def _content(self, content: Any) -> str | list[Json]:
-        """Return the content of an input item, text or a list of parts, as the content of a chat message."""
+    def _text(self, content: Any) -> str:
+        """Return the content of an input item as text; BadRequestError if it has images."""
+        return content_text(self._content(content, _TEXT_PARTS))
+
+    def _content(self, content: Any, parts: Mapping[str, ObjectFields] = _PARTS) -> str | list[Json]:
+        """Return the content of an input item, text or a list of some `parts`, as the content of a chat message."""
         if isinstance(content, str):
             return content
         if not isinstance(content, list):
             raise BadRequestError(f"a content must be text or a list of parts, got {brief(content)}", "input")
-        read = (self._reader.read_variant(part, _PARTS, "a part of a content", "input") for part in content)
+        read = (self._reader.read_variant(part, parts, "a part of a content", "input") for part in content)
         return [_chat_part(kind, value) for kind, part in read for value in part.values()]
 
 

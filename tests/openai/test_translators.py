@@ -267,6 +267,14 @@ def test_turns_of_a_response() -> None:
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
 
 
+def test_images_in_results_of_functions_are_refused() -> None:
+    translated = INTERFACES[RESPONSES].translate
+    assert translated is not None
+    output = [{"type": "input_image", "image_url": "data:image/png;base64,"}]
+    with pytest.raises(BadRequestError, match="input_image"):
+        translated({"input": [{"type": "function_call_output", "call_id": "c", "output": output}]})
+
+
 def text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
