@@ -42,7 +42,7 @@ def make_encode(arch: VisionArch) -> Encode:
 def encoder_buckets(arch: VisionArch, max_embeddings: int) -> tuple[int, ...]:
     """Return the numbers of patches for which programs are compiled, for images with up to `max_embeddings`.
 
-    Images in tiles may have any number of patches, as embeddings of their padding are dropped.
+    An image in tiles may have more patches than embeddings, as padding gets none.
     """
     if arch.tiles is not None:
         return arch.buckets
