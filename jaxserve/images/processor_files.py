@@ -102,7 +102,6 @@ def _fixed(fields: Mapping[str, Any], config: Mapping[str, Any]) -> Layout:
     if fields.get("do_pad") and fields["image_processor_type"] == "LlavaImageProcessor":
         red, green, blue = (int(255 * each) for each in fields["image_mean"])
         background = red, green, blue
-    size = {"height": size, "width": size} if isinstance(size, int) else size
     short = 0 if _both(size) else size.get("shortest_edge")
     if short is None:
         raise ConfigError(f"size of the image processor must have height and width, or shortest_edge, got {size}")
@@ -120,7 +119,7 @@ def _fixed(fields: Mapping[str, Any], config: Mapping[str, Any]) -> Layout:
 
 def _gemma3(fields: Mapping[str, Any], config: Mapping[str, Any]) -> Layout:
     vision, size = config.get("vision_config") or {}, fields["size"]
-    both = (size, size) if isinstance(size, int) else _both(size)
+    both = _both(size)
     if both is None or fields.get("do_pan_and_scan"):
         raise ConfigError(
             "the image processor of Gemma 3 must have a size with height and width, and do_pan_and_scan must be false, "
@@ -272,6 +271,8 @@ def image_processor(
     common = {"rescale_factor": 1 / 255, "image_mean": list(mean), "image_std": list(std), "resample": kind.resample}
     changed = {each: value for each, value in _checked(adjusted or {}, kind).items() if value is not None}
     values = {**common, **kind.defaults, **given, **changed, "image_processor_type": name}
+    if isinstance(side := values.get("size"), int):
+        values["size"] = {"height": side, "width": side}
     kinds = {**_COMMON, **kind.fields}
     if bad := [problem for each in kinds if (problem := kinds[each].problem(each, values.get(each)))]:
         if adjusted:

@@ -226,6 +226,13 @@ def test_settings_that_requests_may_change():
         image_processor(*FAMILIES["clip"], {"size": 3})
 
 
+@pytest.mark.parametrize("family", ["gemma3", "onevision", "pixtral", "siglip"])
+def test_a_number_as_size_is_both_sides(family: str):
+    fields, config = FAMILIES[family]
+    keys = [image_processor({**fields, "size": size}, config).key for size in (56, {"height": 56, "width": 56})]
+    assert keys[0] == keys[1]
+
+
 def test_large_images_are_reduced_to_the_patches_that_the_tower_takes():
     fields, config = FAMILIES["qwen2"]
     processor = image_processor({**fields, "max_pixels": 12845056}, config, max_patches=64)
