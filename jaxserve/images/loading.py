@@ -87,13 +87,13 @@ class ImageSources:
             connection = _connect(host, port, until_s, encrypted=url.scheme == "https")
             with contextlib.closing(connection), _shut_at(until_s, connection.sock):
                 connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "jaxserve"})
-                response = connection.getresponse()
-                if response.status != 200:
-                    raise RequestError(
-                        f"the server of an image must send it with the status 200, without a redirect, got "
-                        f"{response.status} from {host}"
-                    )
-                return b"".join(_parts(response, host, until_s))
+                with contextlib.closing(connection.getresponse()) as response:  # it may outlive the connection
+                    if response.status != 200:
+                        raise RequestError(
+                            f"the server of an image must send it with the status 200, without a redirect, got "
+                            f"{response.status} from {host}"
+                        )
+                    return b"".join(_parts(response, host, until_s))
         except (OSError, http.client.HTTPException, ValueError) as error:
             if isinstance(error, RequestError):
                 raise

@@ -67,7 +67,8 @@ BAD_PROMPTS: list[Any] = [
     {"prompt_token_ids": {3: 4}},
     {"prompt": 5, "prompt_token_ids": [3]},
     {"cache_salt": "a"},
-    {"prompt_token_ids": [3], "multi_modal_data": {}},
+    {"prompt_token_ids": [3], "multi_modal_data": {"image": b"GIF89a"}},
+    {"prompt_token_ids": [3], "multi_modal_data": {"audio": [0.5]}},
     {"prompt_token_ids": [3], "cache_salt": 5},
 ]
 
