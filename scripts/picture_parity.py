@@ -32,7 +32,7 @@ Results = dict[str, dict[str, Any]]
 def compare(name: str, directory: Path) -> Results:
     """Return the results by row."""
     from tests.e2e.test_pictures import NUM_TOKENS, SERVED, Served, tokens  # noqa: PLC0415 - the oracle needs torch
-    from tests.vision_checkpoints import FAMILIES  # noqa: PLC0415
+    from tests.vision_checkpoints import FAMILIES  # noqa: PLC0415 - the oracle needs torch
 
     if name not in SERVED:
         return {ROWS[0]: {"max_error": compare_embeddings(FAMILIES[name].write(directory), name, directory)}}
@@ -58,8 +58,8 @@ def compare(name: str, directory: Path) -> Results:
 
 def compare_embeddings(model: Any, name: str, directory: Path) -> float:
     """Return the largest difference between embeddings of images with odd grids."""
-    from tests.models.test_vision_towers import encode, random_images  # noqa: PLC0415
-    from tests.vision_checkpoints import FAMILIES  # noqa: PLC0415
+    from tests.models.test_vision_towers import encode, random_images  # noqa: PLC0415 - the oracle needs torch
+    from tests.vision_checkpoints import FAMILIES  # noqa: PLC0415 - the oracle needs torch
 
     family, arch = FAMILIES[name], tower.read_tower(weights.read_config(directory))
     specs = tower.tower_specs(arch)

@@ -104,7 +104,7 @@ class ImageProcessor:
 def as_rgb(image: Image) -> Image:
     """Return an image upright and as RGB, with transparent pixels on white, as transformers converts it."""
     from PIL import Image as pillow  # noqa: N813, PLC0415 - an extra
-    from PIL import ImageOps  # noqa: PLC0415
+    from PIL import ImageOps  # noqa: PLC0415 - an extra
 
     image = ImageOps.exif_transpose(image)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
