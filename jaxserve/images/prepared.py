@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,12 +50,12 @@ class ImageSpan:
     start: int
     tokens: NDArray[np.int32] = field(compare=False, repr=False)
 
-    @property
+    @cached_property
     def first(self) -> int:
         """Prompt index where the embeddings begin."""
         return self.start + int(self.tokens[0])
 
-    @property
+    @cached_property
     def end(self) -> int:
         """Prompt index after the last embedding."""
         return self.start + int(self.tokens[-1]) + 1

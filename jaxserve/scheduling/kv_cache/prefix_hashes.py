@@ -53,7 +53,7 @@ class PrefixHashes:
         block, hashes = num_tokens // self._page_size, self.full_pages(request)
         previous = hashes[block - 1] if block else _salt_hash(request.salt)
         previous = self._with_adapter(previous, request, block, num_tokens)
-        previous = self._with_images(previous, request, block)
+        previous = _with_images(previous, self._named_images(request, block, block + 1).get(block))
         return _page_hash(previous, _packed(request.tokens(block * self._page_size, num_tokens)))
 
     def _prompt_hashes(self, request: Request) -> list[bytes]:
@@ -70,12 +70,12 @@ class PrefixHashes:
         first, size = len(hashes), self._page_size
         token_ids = _packed(request.tokens(first * size, num_pages * size))
         size *= _TOKEN_BYTES
+        images = self._named_images(request, first, num_pages)
         for index in range(num_pages - first):
             if request.adapter:
                 block = first + index
                 previous = self._with_adapter(previous, request, block, (block + 1) * self._page_size)
-            if request.images:
-                previous = self._with_images(previous, request, first + index)
+            previous = _with_images(previous, images.get(first + index))
             previous = _page_hash(previous, token_ids[index * size : (index + 1) * size])
             hashes.append(previous)
 
@@ -95,18 +95,24 @@ class PrefixHashes:
         named = request.adapter.encode() + pack("i", start)
         return blake2b(previous + named, digest_size=DIGEST_SIZE, person=b"lora").digest()
 
-    def _with_images(self, previous: bytes, request: Request, block: int) -> bytes:
-        """Return the hash before a page, which covers the images that have tokens in it.
+    def _named_images(self, request: Request, first: int, end: int) -> dict[int, bytes]:
+        """Return the digests of a request's images, each with the index of its first token, by page with such tokens.
 
         Args:
-            previous: hash of the previous page, the salt or an adapter.
             request: the request.
-            block: index of the page.
+            first: index of the first page.
+            end: index after the last page.
         """
-        start, end = block * self._page_size, (block + 1) * self._page_size
-        own = [(digest, first) for digest, first, last in _images(request) if first < end and start < last]
-        named = b"".join(digest + pack("i", first) for digest, first in own)
-        return blake2b(previous + named, digest_size=DIGEST_SIZE, person=b"image").digest() if own else previous
+        named: dict[int, bytes] = {}
+        for digest, start, stop in _images(request):
+            for block in range(max(first, start // self._page_size), min(end, -(-stop // self._page_size))):
+                named[block] = named.get(block, b"") + digest + pack("i", start)
+        return named
+
+
+def _with_images(previous: bytes, named: bytes | None) -> bytes:
+    """Return the hash before a page, which covers the images that have tokens in it: see `_named_images`."""
+    return previous if named is None else blake2b(previous + named, digest_size=DIGEST_SIZE, person=b"image").digest()
 
 
 def _images(request: Request) -> tuple[tuple[bytes, int, int], ...]:
