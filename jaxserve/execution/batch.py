@@ -224,8 +224,8 @@ class BatchLayout:
         num_new_pages = max(num_columns * config.kv_groups.size, 2)
         sizes = (bucket, num_rows, num_new_pages, config.max_logprobs)
         # A step with drafts has only decoding rows.
-        of_images = [each and not is_speculative for each in (config.has_position_axes, config.sees_images)]
-        return cls(*sizes, is_speculative, config.num_snapshots is not None, *of_images)
+        image_fields = [each and not is_speculative for each in (config.has_position_axes, config.sees_images)]
+        return cls(*sizes, is_speculative, config.num_snapshots is not None, *image_fields)
 
     def num_logprob_steps(self, max_steps: int) -> int:
         """Return the number of steps, of up to `max_steps` per dispatch, that return log probabilities.

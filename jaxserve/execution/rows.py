@@ -226,7 +226,7 @@ def round_tokens(
 
 
 def image_rows(sent: Int[Array, " T"]) -> Int[Array, " T"]:
-    """Return the encoder cache's rows for token ids as `batch.image_ids` sends them; negative for others."""
+    """Return the encoder cache's rows for token ids as `StepBatch.token_ids` has them; negative for other tokens."""
     return FIRST_IMAGE_ID - sent
 
 
