@@ -18,6 +18,7 @@ MAX_PATCHES = 16384  # per image
 _CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 _BILINEAR, _BICUBIC = 2, 3
+_AREAS = ("min_pixels", "max_pixels")
 _SOFT_TOKENS = (70, 140, 280, 560, 1120)
 
 _COUNT = schema.integer(1)
@@ -34,7 +35,11 @@ _COLOUR = FieldType(
 )
 _PINPOINTS = FieldType(
     "a list of [height, width]",
-    lambda value: bool(value) and all(len(each) == 2 and all(map(_COUNT.holds, each)) for each in value),
+    lambda value: (
+        isinstance(value, list)
+        and value != []
+        and all(isinstance(each, list | tuple) and len(each) == 2 and all(map(_COUNT.holds, each)) for each in value)
+    ),
 )
 _COMMON: Mapping[str, FieldType] = {
     **dict.fromkeys(("do_rescale", "do_normalize", "do_convert_rgb"), _SWITCH),
@@ -79,7 +84,7 @@ def _merged(fields: Mapping[str, Any], config: Mapping[str, Any]) -> Layout:
     if not low or not high or low > high:
         raise ConfigError(
             "size of the image processor must have shortest_edge and longest_edge, the smaller and larger number of "
-            f"pixels, got {size}"
+            f"pixels, unless min_pixels and max_pixels replace these, got {low} and {high}"
         )
     # The tower takes no more patches, and larger images are reduced by the processor's own rule.
     high = min(high, fields["max_patches"] * patch**2)
@@ -168,7 +173,7 @@ _QWEN = _Kind(
     _BICUBIC,
     {
         **dict.fromkeys(("patch_size", "merge_size", "temporal_patch_size"), _COUNT),
-        **dict.fromkeys(("min_pixels", "max_pixels"), _COUNT.optional()),
+        **dict.fromkeys(_AREAS, _COUNT.optional()),
         "size": FieldType(
             "an object with whole numbers",
             lambda value: isinstance(value, dict) and all(map(_COUNT.optional().holds, value.values())),
@@ -180,7 +185,7 @@ _QWEN = _Kind(
         "temporal_patch_size": 2,
         "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
     },
-    frozenset({"min_pixels", "max_pixels", "size"}),
+    frozenset({*_AREAS, "size"}),
     _merged,
 )
 _KINDS: Mapping[str, _Kind] = {
@@ -267,10 +272,9 @@ def image_processor(
         raise ConfigError(f"{where}: image_processor_type must be one of {sorted(_KINDS)}, got {name!r}")
     kind = _KINDS[name]
     mean, std = kind.mean_std
-    given = {each: value for each, value in fields.items() if value is not None}
     common = {"rescale_factor": 1 / 255, "image_mean": list(mean), "image_std": list(std), "resample": kind.resample}
-    changed = {each: value for each, value in _checked(adjusted or {}, kind).items() if value is not None}
-    values = {**common, **kind.defaults, **given, **changed, "image_processor_type": name}
+    given = {**common, **kind.defaults, **{each: value for each, value in fields.items() if value is not None}}
+    values = {**replaced(given, _checked(adjusted or {}, kind)), "image_processor_type": name}
     if isinstance(side := values.get("size"), int):
         values["size"] = {"height": side, "width": side}
     kinds = {**_COMMON, **kind.fields}
@@ -287,6 +291,16 @@ def image_processor(
     )
     layout = kind.build({**values, "max_patches": max_patches}, config)
     return ImageProcessor(layout, normalization, int(values["resample"]), max_patches)
+
+
+def replaced(fields: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an image processor's fields with some changed, except to None.
+
+    A new `size` also replaces the `min_pixels` and `max_pixels` in `fields`, which would otherwise come before it.
+    """
+    changed = {name: value for name, value in changed.items() if value is not None}
+    kept = {name: value for name, value in fields.items() if "size" not in changed or name not in _AREAS}
+    return {**kept, **changed}
 
 
 def _checked(adjusted: Mapping[str, Any], kind: _Kind) -> Mapping[str, Any]:

@@ -220,6 +220,13 @@ def test_settings_that_requests_may_change():
     smaller = image_processor(fields, config, {"max_pixels": 28 * 28 * 4})
     assert smaller.prepare(smaller.fit(image), (448, 448)).num_embeddings == 4
     assert image_processor(fields, config, {"size": None}).key == image_processor(fields, config).key
+    size = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 4}
+    for bounds in ({}, {"min_pixels": 28 * 28 * 9, "max_pixels": 28 * 28 * 64}):
+        own = image_processor({**fields, **bounds}, config, {"size": size})
+        assert own.key == image_processor(fields, config, {"size": size}).key
+        assert own.prepare(own.fit(image), (448, 448)).num_embeddings == 4
+    with pytest.raises(ConfigError, match="min_pixels and max_pixels replace these, got 9000 and 784"):
+        image_processor({**fields, "min_pixels": 9000}, config, {"max_pixels": 28 * 28})
     with pytest.raises(ConfigError, match=r"mm_processor_kwargs takes .*did you mean max_pixels"):
         image_processor(fields, config, {"max_pixel": 3})
     with pytest.raises(ConfigError, match="must be empty for this model"):
