@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.api.option_values import read_max_images, read_object
 from jaxserve.assembly.generation_defaults import read_model_config
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, brief
 from jaxserve.images.families import read_placeholders
 from jaxserve.images.layouts import FixedLayout, Layout
 from jaxserve.images.loading import ImageSources
@@ -76,6 +76,13 @@ def _check_tower(layout: Layout, tower: VisionArch) -> None:
     if layout.patch_size != side:
         raise ConfigError(f"preprocessor_config.json must have the tower's patch_size {side}, got {layout.patch_size}")
     if tower.tiles is not None:
+        for name in ("tile_size", "pinpoints", "max_tiles"):
+            expected, found = getattr(tower.tiles, name), getattr(layout, name, None)
+            if found != expected:
+                raise ConfigError(
+                    f"preprocessor_config.json must have the {name} of config.json, {brief(expected)}, got "
+                    f"{brief(found)}"
+                )
         return
     grid = tower.grid or (4 * tower.merge_size, 2 * tower.merge_size)
     if isinstance(layout, FixedLayout) and layout.grid != grid:

@@ -59,7 +59,7 @@ class Placeholders:
         Raises:
             RequestError: it has another number of placeholders.
         """
-        found = np.flatnonzero(np.asarray(token_ids, np.int64) == self.token_id).tolist()
+        found = [index for index, token_id in enumerate(token_ids) if token_id == self.token_id]
         made = [self.tokens(image) for image in images]
         if (spans := self._expanded(token_ids, found, images, made)) is not None:
             return token_ids, spans

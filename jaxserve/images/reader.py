@@ -21,6 +21,7 @@ from jaxserve.images.loading import ImageSources
 from jaxserve.images.placeholders import Placeholders, TokenIds
 from jaxserve.images.prepared import ImageSpan, PreparedImage
 from jaxserve.images.processor import DIGEST_SIZE, ImageProcessor, as_rgb, image_from_array
+from jaxserve.images.processor_files import replaced
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -125,7 +126,7 @@ class ImageReader:
             if (known := self._processors.get(key)) is not None:
                 return known
         try:
-            processor = self._new_processor({**self.options.adjusted, **adjusted})
+            processor = self._new_processor(replaced(self.options.adjusted, adjusted))
         except ConfigError as error:
             if not adjusted:
                 raise
@@ -215,9 +216,8 @@ def _content_key(given: Any) -> bytes:
         digest.update(given)
     elif hasattr(given, "getexif"):
         orientation = given.getexif().get(0x0112)
-        palette = given.getpalette() if given.mode == "P" else None
         transparency = given.info.get("transparency")
-        digest.update(repr((given.mode, given.size, orientation, palette, transparency)).encode())
+        digest.update(repr((given.mode, given.size, orientation, given.getpalette(), transparency)).encode())
         digest.update(given.tobytes())
     else:
         array = np.ascontiguousarray(_array(given))

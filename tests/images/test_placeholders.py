@@ -69,6 +69,10 @@ def test_other_counts_are_refused_with_both_numbers(prompt, images):
         PLAIN.expand(prompt, [image(2, 6)] * images)
 
 
+def test_ids_of_any_size_are_left_to_the_check_of_the_vocabulary():
+    assert PLAIN.expand([IMAGE, 10**30], [image(2, 2)])[0] == [IMAGE, 10**30]
+
+
 def test_only_the_templates_placeholders_are_replaced():
     placeholders = Placeholders(IMAGE, written="<begin>", encoded="\n<begin><image><end>\n")
     assert placeholders.in_text("a<begin>b") == "a\n<begin><image><end>\nb"

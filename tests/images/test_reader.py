@@ -81,6 +81,17 @@ def test_known_images_are_not_processed_again():
     assert reader.cache.num_bytes == first.num_bytes + smaller.num_bytes
 
 
+def test_palettes_are_content(reader):
+    """Pictures with equal indices, and other colours for these, also beside transparency."""
+    pictures = [Image.new("P", (56, 56)) for _ in range(2)]
+    for picture, colour in zip(pictures, ((255, 0, 0), (0, 255, 0)), strict=True):
+        picture.putpalette(colour)
+    pictures += [picture.convert("PA") for picture in pictures]
+    digests = [image.digest for image in reader.prepare(inputs(*pictures))]
+    assert digests[:2] == digests[2:]
+    assert digests[0] != digests[1]
+
+
 def test_names_stand_for_content_within_a_namespace():
     reader = new_reader()
     (named,) = reader.prepare(inputs(PICTURE, names=["a"]), "tenant")
@@ -169,7 +180,9 @@ def test_options_of_the_processor(reader):
         reader.prepare(inputs(PIXELS, max_pixels=object()))
     with pytest.raises(ConfigError, match="mm_processor_kwargs takes"):
         new_reader(adjusted={"crop": 1})
-    assert new_reader(adjusted={"max_pixels": 3136}).prepare(inputs(PIXELS))[0].num_embeddings == 2
+    limited = new_reader(adjusted={"max_pixels": 3136})
+    size = {"shortest_edge": 3136, "longest_edge": 50176}
+    assert [limited.prepare(inputs(PIXELS, size=each))[0].num_embeddings for each in (None, size)] == [2, 6]
 
 
 def test_prompts_without_images_stay_the_same_object(reader):
@@ -207,6 +220,13 @@ def test_rows_of_pixtral_end_in_the_tokenizers_tokens():
         read_placeholders(config, {}, IMAGE, layout, {}.get, str)
 
 
+TILES = {
+    "image_processor_type": "LlavaOnevisionImageProcessor",
+    "size": {"height": 20, "width": 20},
+    "image_grid_pinpoints": FAMILIES["onevision"].config["image_grid_pinpoints"],
+}
+
+
 def checkpoint(path: Path, family: str, fields: dict[str, Any], **options: Any) -> tuple[EngineConfig, Any]:
     """Write a tiny checkpoint's JSON files; return its configuration and sizes."""
     (path / "config.json").write_text(json.dumps(FAMILIES[family].config_dict()))
@@ -227,6 +247,7 @@ def test_readers_are_built_from_checkpoints(tmp_path: Path, caplog):
     assert build_image_reader(config, arch, None) is None
     assert "has no preprocessor_config.json" in caplog.text
     assert build_image_reader(config, replace(arch, images=None), None) is None
+    assert build_image_reader(*checkpoint(tmp_path, "onevision", TILES), None) is not None
 
 
 @pytest.mark.parametrize(
@@ -235,6 +256,8 @@ def test_readers_are_built_from_checkpoints(tmp_path: Path, caplog):
         ("qwen2_5_vl", FIELDS, "tower's patch_size 4, got 14"),
         ("qwen2_5_vl", FIELDS | {"patch_size": 4, "merge_size": 1}, "tower's 8 embeddings"),
         ("llava", {"image_processor_type": "SiglipImageProcessor", "size": {"height": 24, "width": 24}}, r"\(5, 5\)"),
+        ("onevision", {**TILES, "size": {"height": 40, "width": 40}, "image_grid_pinpoints": [[40, 40]]}, "tile_size"),
+        ("onevision", TILES | {"image_grid_pinpoints": [[20, 20]]}, r"pinpoints of config.json, .*got \(\(20, 20\),\)"),
     ],
 )
 def test_processors_that_do_not_fit_the_tower_are_refused(tmp_path: Path, family, fields, word):
