@@ -12,8 +12,9 @@ import transformers
 from jaxserve import weights
 from jaxserve.errors import ConfigError
 from jaxserve.execution.encoder_program import encoder_buckets
-from jaxserve.models.params import matrix_transform
+from jaxserve.models.params import POSITION_EMBED, matrix_transform
 from jaxserve.models.vision import tower
+from jaxserve.models.vision.inputs import EncoderInputs
 from jaxserve.pallas_kernels import packed_linear
 from tests.oracles import torch
 from tests.own_programs import UNOPTIMIZED
@@ -82,6 +83,20 @@ def random_tower(name, **vision):
     arch = tower.read_tower(dataclasses.replace(family, vision=family.vision | vision).config_dict())
     specs = tower.tower_specs(arch)
     return arch, specs, random_tensors(specs)
+
+
+def test_gemma4_rounds_pixels_after_it_has_scaled_them():
+    """Near the middle grey, bfloat16 has few values before scaling, and many after it."""
+    arch = tower.read_tower(FAMILIES["gemma4"].config_dict())
+    matrix = np.random.default_rng(0).standard_normal((arch.hidden_size, arch.patch_size)).astype(jnp.bfloat16)
+    params = {"patch_proj": matrix, POSITION_EMBED: np.zeros((2, 1, arch.hidden_size), jnp.bfloat16)}
+    patches = np.tile(np.arange(112, 144, dtype=np.float32)[:, None] / 255, (1, arch.patch_size))
+    inputs = EncoderInputs(patches, positions=np.zeros((len(patches), 2), np.int32))
+    scaled = (2 * (patches - 0.5)).astype(jnp.bfloat16)
+    expected = scaled.astype(np.float32) @ matrix.astype(np.float32).T
+    embed = jax.jit(partial(tower.ENCODERS["gemma4"].embed, arch=arch), compiler_options=UNOPTIMIZED)
+    embedded = np.asarray(embed(params, inputs=inputs), np.float32)
+    np.testing.assert_allclose(embedded, expected, rtol=2**-8, atol=2**-9 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", by_default("llava", "gemma4_clipped"))
