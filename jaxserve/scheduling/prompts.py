@@ -35,8 +35,8 @@ class Prompts:
         self.unfinished = []
 
     def budget_left(self, plan: StepPlan) -> int:
-        """Return the number of tokens that the current plan may still get."""
-        return self._limit - plan.num_tokens
+        """Return the number of tokens that the current plan may still get; an image that is whole may exceed them."""
+        return max(self._limit - plan.num_tokens, 0)
 
     def num_wanted(self, request: Request, start: int, num_tokens: int, plan: StepPlan) -> int:
         """Return the size of a request's next chunk, wanted to have `num_tokens` tokens, given its images.

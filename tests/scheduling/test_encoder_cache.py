@@ -9,6 +9,7 @@ import pytest
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import RequestError
 from jaxserve.images.prepared import ImageSpan, PreparedImage
+from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.encoder_cache import BLOCK_ROWS, EncoderCache
 from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -135,6 +136,19 @@ def test_encoder_runs_share_a_step() -> None:
         sizes_encoded = [len(run.rows) for run in plan.encoder_runs]
         assert sum(sizes_encoded) <= 8 or len(sizes_encoded) == 1
     assert len(device.runs) == 8
+
+
+def test_whole_images_beyond_a_deadline_take_the_others_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image may exceed the tokens that deadlines leave to prompts; then no other prompt gets any in this step."""
+    monkeypatch.setattr(Deadlines, "max_prefill_tokens", lambda *_: 6)
+    scheduler, device = Scheduler(ScheduleConfig(**SIZES, num_encoder_rows=NUM_ROWS, sees_images=True)), Device()
+    scheduler.add(request("image", [2, image(1, 20), 3]))
+    step(scheduler, device)
+    for number in range(2):
+        scheduler.add(request(f"text {number}", [8]))
+    assert step(scheduler, device).counts == [20]
+    assert step(scheduler, device).counts == [3, 3]
+    drain(scheduler, device)
 
 
 def test_images_that_never_fit_are_refused() -> None:
