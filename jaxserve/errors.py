@@ -25,6 +25,10 @@ class RequestError(ValueError):
     """Invalid request, which is refused; the engine and all other requests continue."""
 
 
+class BusyError(RequestError):
+    """Request that is refused only now, as others use what it needs; the client may send it again."""
+
+
 class PromptTooLongError(RequestError):
     """Prompt with more tokens than the model takes.
 

@@ -80,6 +80,12 @@ def check_bound(text: str, tokenizer: Tokenizer, schedule: ScheduleConfig, advic
         raise prompt_too_long(schedule, num_tokens, is_bound=True, advice=advice)
 
 
+def check_len(num_tokens: int, schedule: ScheduleConfig, advice: str = "") -> None:
+    """Raise PromptTooLongError for a prompt with too many tokens; arguments as in `check_bound`."""
+    if num_tokens >= schedule.max_total_tokens:
+        raise prompt_too_long(schedule, num_tokens, advice=advice)
+
+
 def prompt_too_long(
     schedule: ScheduleConfig, num_tokens: int, *, is_bound: bool = False, advice: str
 ) -> PromptTooLongError:

@@ -27,9 +27,9 @@ from jaxserve.core.prompt import (
     USER_SALT,
     Prompt,
     check_bound,
+    check_len,
     outside_vocabulary,
     prompt_limit,
-    prompt_too_long,
     read_prompt,
 )
 from jaxserve.errors import RequestError, brief
@@ -126,15 +126,15 @@ class RequestReader:
             self.check_text(prompt.get("prompt") if isinstance(prompt, Mapping) else prompt)
         keeps_first = params.truncation_side == "right"
         inputs = self._image_inputs(prompt)
+        if limit is not None and (inputs.images or images):
+            raise _no_truncation(limit)
         rewrite = self.images.placeholders.in_text if self.images is not None and inputs.images else None
         text, token_ids, salt = read_prompt(
             prompt, cache_salt, self._tokenizer, limit, keeps_first=keeps_first, rewrite=rewrite
         )
-        spans = tuple(images) or (token_ids.images if isinstance(token_ids, ExpandedPrompt) else ())
-        if self.images is not None and not spans and not isinstance(token_ids, ExpandedPrompt):
-            token_ids, spans = self.images.expand(token_ids, inputs, salt or "")
+        token_ids, spans = self._expanded(token_ids, inputs, salt, tuple(images))
         if spans and limit is not None:
-            raise RequestError(f"truncate_prompt_tokens must be None for a prompt with images, got a limit of {limit}")
+            raise _no_truncation(limit)
         self._check(token_ids, params)
         self._check_priority(priority)
         hint = ReuseHint.check(prompt.get("reuse", reuse) if isinstance(prompt, Mapping) else reuse)
@@ -162,6 +162,16 @@ class RequestReader:
                 "preprocessor_config.json, and a limit_mm_per_prompt that allows them; drop it"
             )
         return inputs
+
+    def _expanded(
+        self, token_ids: TokenIds, inputs: ImageInputs, salt: str | None, images: tuple[ImageSpan, ...]
+    ) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
+        """Return a prompt with all tokens of its images, and these; `images` are those of one that has them already."""
+        if isinstance(token_ids, ExpandedPrompt):
+            return token_ids, token_ids.images
+        if images or self.images is None:
+            return token_ids, images
+        return self.images.expand(token_ids, inputs, salt or "", self.check_len)
 
     def _axes(self, num_tokens: int, spans: Sequence[ImageSpan]) -> NDArray[np.int32] | None:
         """Return a prompt's positions for M-RoPE; None if they only count its tokens."""
@@ -195,8 +205,7 @@ class RequestReader:
         vocab = self._arch.vocab_size
         if not token_ids:
             raise RequestError("a prompt must have at least 1 token, got 0; begin it with any text or token")
-        if len(token_ids) >= self._schedule.max_total_tokens:
-            raise prompt_too_long(self._schedule, len(token_ids), advice=self._advice_on_length())
+        self.check_len(len(token_ids))
         named = {
             "prompt": token_ids,
             "stop_token_ids": params.stop_token_ids or (),
@@ -219,6 +228,10 @@ class RequestReader:
         """
         if self._tokenizer is not None and isinstance(prompt, str):
             check_bound(prompt, self._tokenizer, self._schedule, self._advice_on_length())
+
+    def check_len(self, num_tokens: int) -> None:
+        """Raise RequestError for a prompt with too many tokens."""
+        check_len(num_tokens, self._schedule, self._advice_on_length())
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         """Raise RequestError if more log probabilities are requested than the engine's max_logprobs; -1 means all."""
@@ -325,6 +338,11 @@ class RequestReader:
             *(prompt_len, max_tokens, limit, limit - prompt_len),
             f"; lower max_tokens{self._advice_on_length()}. Further requests are not warned of" if is_first else "",
         )
+
+
+def _no_truncation(limit: int) -> RequestError:
+    """Return the error for a prompt with images that is to be cut to `limit` tokens."""
+    return RequestError(f"truncate_prompt_tokens must be None for a prompt with images, got a limit of {limit}")
 
 
 def _check_some_allowed(request: Request) -> None:

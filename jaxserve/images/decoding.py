@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.errors import RequestError, install_extra
+from jaxserve.errors import BusyError, RequestError, install_extra
+from jaxserve.images.deadline import Deadline
 from jaxserve.system.child_process import ChildProcess
 
 if TYPE_CHECKING:
@@ -30,10 +31,6 @@ START_S = 60.0
 _SCRIPT = Path(__file__).with_name("decoder.py")
 
 
-class BusyError(RequestError):
-    """Error if a decoding process could not be started, or if an image has waited too long for one."""
-
-
 class Decoders:
     """Processes that decode image files; they start with the first file. Thread-safe."""
 
@@ -42,17 +39,21 @@ class Decoders:
         self._changed = threading.Condition()
 
     @contextmanager
-    def decoded(self, data: bytes) -> Iterator[Image]:
+    def decoded(self, data: bytes, deadline: Deadline) -> Iterator[Image]:
         """Yield a file's image, upright and as RGB; others wait while it is in use, as it may take much memory.
 
+        Args:
+            data: content of the file.
+            deadline: time limit for its prompt's images.
+
         Raises:
-            RequestError: the file is no such image, or exceeds a limit.
+            RequestError: the file is no such image, or exceeds a limit; a BusyError if no process is free in time.
         """
         from PIL import Image as pillow  # noqa: N813, PLC0415 - an extra
 
         if len(data) > MAX_FILE_BYTES:
             raise RequestError(f"an image file must have at most {MAX_FILE_BYTES} bytes, got {len(data)}")
-        with self._process() as process:
+        with self._process(deadline) as process:
             width, height, pixels = _decode(process, data)
             yield pillow.frombuffer("RGB", (width, height), pixels, "raw", "RGB", 0, 1)
 
@@ -65,10 +66,12 @@ class Decoders:
             self._free = [None for _ in self._free]
 
     @contextmanager
-    def _process(self) -> Iterator[ChildProcess]:
+    def _process(self, deadline: Deadline) -> Iterator[ChildProcess]:
         """Wait for a free process, and yield it for its use inside the context."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._free, PATIENCE * DECODE_S):
+            with deadline.waiting():
+                is_free = self._changed.wait_for(lambda: self._free, deadline.left_s(PATIENCE * DECODE_S))
+            if not is_free:
                 raise BusyError("images of others are being decoded; try again")
             process = self._free.pop()
         try:

@@ -21,13 +21,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from urllib.parse import SplitResult, unquote, unquote_to_bytes, urlsplit
 
-from jaxserve.errors import RequestError, brief
+from jaxserve.errors import BusyError, RequestError, brief
 from jaxserve.images import decoding
+from jaxserve.images.deadline import Deadline
 
 FETCH_S = 5.0  # time for a whole file from a web server
 _PART_BYTES = 2**16
+_RESOLVERS = threading.BoundedSemaphore(16)
 _SCHEMES = {"http": 80, "https": 443}
 
 
@@ -43,8 +46,12 @@ class ImageSources:
     media_domains: Sequence[str] = ()
     local_path: str = ""
 
-    def load(self, url: str) -> bytes:
+    def load(self, url: str, deadline: Deadline) -> bytes:
         """Return the file that a data:, http:, https: or file: URL names.
+
+        Args:
+            url: the URL.
+            deadline: time limit for its prompt's images.
 
         Raises:
             RequestError: its source is not allowed, or has no such file within the limits.
@@ -61,7 +68,7 @@ class ImageSources:
         except ValueError as error:
             raise RequestError(f"the URL of an image must be valid, got {brief(url)}: {error}") from error
         if parts.scheme in _SCHEMES:
-            return self._fetch(parts, port or _SCHEMES[parts.scheme])
+            return self._fetch(parts, port or _SCHEMES[parts.scheme], deadline.left_s(FETCH_S))
         if parts.scheme == "file":
             return self._read(parts)
         raise RequestError(f"the URL of an image must begin with data:, http:, https: or file:, got {brief(url)}")
@@ -70,7 +77,7 @@ class ImageSources:
     def _domains(self) -> frozenset[str]:
         return frozenset(domain.lower().rstrip(".") for domain in self.media_domains)
 
-    def _fetch(self, url: SplitResult, port: int) -> bytes:
+    def _fetch(self, url: SplitResult, port: int, limit_s: float) -> bytes:
         """Return a file from a web server; RequestError if it is not allowed, or does not send the file in time."""
         host = (url.hostname or "").rstrip(".")
         if host not in self._domains:
@@ -81,11 +88,13 @@ class ImageSources:
             )
         if url.username is not None or url.password is not None:
             raise RequestError("the URL of an image must have no user name and password")
-        until_s = time.monotonic() + FETCH_S
+        until_s = time.monotonic() + limit_s
         target = f"{url.path or '/'}{f'?{url.query}' if url.query else ''}"
         try:
             connection = _connect(host, port, until_s, encrypted=url.scheme == "https")
             with contextlib.closing(connection), _shut_at(until_s, connection.sock):
+                if isinstance(connection.sock, ssl.SSLSocket):
+                    connection.sock.do_handshake()
                 connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "jaxserve"})
                 with contextlib.closing(connection.getresponse()) as response:  # it may outlive the connection
                     if response.status != 200:
@@ -98,7 +107,7 @@ class ImageSources:
             if isinstance(error, RequestError):
                 raise
             reason = "it took too long" if isinstance(error, TimeoutError) else type(error).__name__
-            raise RequestError(f"an image must be loaded from {host} in {FETCH_S:g} s, but: {reason}") from error
+            raise RequestError(f"an image must be loaded from {host} in {limit_s:.3g} s, but: {reason}") from error
 
     def _read(self, url: SplitResult) -> bytes:
         """Return a local file; RequestError if it is outside the allowed directory, or no regular file."""
@@ -153,24 +162,51 @@ def _connect(host: str, port: int, until_s: float, *, encrypted: bool) -> http.c
         host: name of the host.
         port: its port.
         until_s: time when connecting must have ended.
-        encrypted: True for TLS, with the certificate of this host.
+        encrypted: True for TLS with a certificate for this host; the caller begins it with a handshake.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = [address for _, _, _, _, address in found]
+    addresses = _addresses(host, port, until_s)
     for address in addresses:
-        if not is_public(str(address[0])):
+        if not is_public(address):
             raise RequestError(f"an image's server must have a public address, got a private one for {brief(host)}")
     connection = http.client.HTTPConnection(host, port)
     # Connected here, as HTTPConnection would resolve the name again, perhaps to another address.
-    sock = socket.create_connection((str(addresses[0][0]), port), timeout=_left_s(until_s))
+    sock = socket.create_connection((addresses[0], port), timeout=_left_s(until_s))
     if encrypted:
         try:
-            sock = ssl.create_default_context().wrap_socket(sock, server_hostname=host)
+            context = ssl.create_default_context()
+            sock = context.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
         except BaseException:
             sock.close()
             raise
     connection.sock = sock
     return connection
+
+
+def _addresses(host: str, port: int, until_s: float) -> list[str]:
+    """Return the addresses that a host name has now; TimeoutError if they are not there in time.
+
+    The system's resolver takes no deadline, and a thread that waits for it cannot be ended: there are few of them.
+    """
+    if not _RESOLVERS.acquire(timeout=_left_s(until_s)):
+        raise BusyError("the names of other images' hosts are being resolved; try again")
+    found: SimpleQueue[list[str] | OSError] = SimpleQueue()
+
+    def resolve() -> None:
+        try:
+            found.put([str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
+        except (OSError, UnicodeError) as error:
+            found.put(error if isinstance(error, OSError) else socket.gaierror(str(error)))
+        finally:
+            _RESOLVERS.release()
+
+    threading.Thread(target=resolve, name="jaxserve resolver", daemon=True).start()
+    try:
+        addresses = found.get(timeout=_left_s(until_s))
+    except Empty:
+        raise TimeoutError from None
+    if isinstance(addresses, OSError):
+        raise addresses
+    return addresses
 
 
 def is_public(address: str) -> bool:
@@ -207,7 +243,7 @@ def _shut_at(until_s: float, sock: socket.socket) -> Iterator[None]:
 
     def shut() -> None:
         with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not TLS's, which also changes what its reader uses
 
     timer = threading.Timer(max(0.0, until_s - time.monotonic()), shut)
     timer.daemon = True

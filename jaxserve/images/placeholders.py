@@ -49,6 +49,19 @@ class Placeholders:
         indices = np.arange(rows * columns, dtype=np.int32)
         return token_ids, indices + indices // np.int32(columns)
 
+    def check_count(self, token_ids: TokenIds, num_images: int) -> None:
+        """Raise RequestError if a prompt cannot have this number of images, whatever their sizes."""
+        num_found = token_ids.count(self.token_id)
+        if num_found < num_images or (num_images == 0 and num_found):
+            raise RequestError(self._wrong_count(num_found, num_images))
+
+    def _wrong_count(self, num_found: int, num_images: int) -> str:
+        """Return the error message for a prompt with another number of placeholders than images."""
+        return (
+            f"a prompt must have one placeholder, token id {self.token_id}, per image, got {num_found} of them in the "
+            f"prompt and {num_images} images in multi_modal_data"
+        )
+
     def expand(self, token_ids: TokenIds, images: Sequence[PreparedImage]) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
         """Return a prompt in which each image has all its tokens, and the images' positions.
 
@@ -66,10 +79,7 @@ class Placeholders:
         if len(found) != len(images):
             sizes = ", ".join(str(image.num_embeddings) for image in images)
             expanded = f", or {sizes} of them in a prompt that is already expanded" if images else ""
-            raise RequestError(
-                f"a prompt must have one placeholder, token id {self.token_id}, per image, got {len(found)} of them in "
-                f"the prompt and {len(images)} images in multi_modal_data{expanded}"
-            )
+            raise RequestError(self._wrong_count(len(found), len(images)) + expanded)
         result: TokenIds = []
         placed, end = [], 0
         for index, image, (own, indices) in zip(found, images, made, strict=True):

@@ -15,7 +15,8 @@ class PreparedImage:
     """An image after preprocessing. Two are equal if their digests are.
 
     Attributes:
-        digest: 16 bytes that cover the decoded pixels and the preprocessing, or the caller's id for the image.
+        digest: 16 bytes that cover the decoded pixels and the preprocessing, but no name that a caller has for the
+            image: pages on disk outlive such names.
         patches: float32 [P, S], unfolded in the order that the tower reads. Their S values are channels, then rows and
             columns of pixels (channels, frames, rows and columns for the Qwen families).
         grid: rows and columns of patches, per tile if an image has several tiles.

@@ -77,24 +77,19 @@ class ImageProcessor:
             )
         return pixels
 
-    def prepare(self, pixels: Pixels, size: Size, name: str | None = None) -> PreparedImage:
+    def prepare(self, pixels: Pixels, size: Size) -> PreparedImage:
         """Return the image for the tower.
 
         Args:
             pixels: pixels from `fit`.
             size: the original image's rows and columns.
-            name: caller's id for the image, which then replaces its pixels in the digest.
         """
         patch = self.layout.patch_size
         grid = pixels.shape[1] // patch, pixels.shape[2] // patch
         num_embeddings = self.layout.num_embeddings(grid, size)
-        content = blake2b(self.key, digest_size=DIGEST_SIZE, person=b"pixels" if name is None else b"name")
-        if name is None:
-            content.update(repr((pixels.shape, size)).encode())
-            content.update(pixels.tobytes())
-        else:  # caches hold as many embeddings per digest as the first image had
-            content.update(repr((pixels.shape, num_embeddings)).encode())
-            content.update(name.encode(errors="surrogatepass"))
+        content = blake2b(self.key, digest_size=DIGEST_SIZE, person=b"pixels")
+        content.update(repr((pixels.shape, size)).encode())
+        content.update(pixels.tobytes())
         values = np.empty(pixels.shape, np.float32)
         for channel, row in enumerate(self.normalization.table):
             np.take(row, pixels[..., channel], out=values[..., channel])

@@ -278,12 +278,11 @@ def image_processor(
     if isinstance(side := values.get("size"), int):
         values["size"] = {"height": side, "width": side}
     kinds = {**_COMMON, **kind.fields}
-    if bad := [problem for each in kinds if (problem := kinds[each].problem(each, values.get(each)))]:
+    found = ((each, kinds[each]) for each in kinds if values.get(each) is not None)
+    if bad := [problem for each, kind_of_value in found if (problem := kind_of_value.problem(each, values[each]))]:
         if adjusted:
             where = f"{where} and mm_processor_kwargs"
-        bad = [each for each in bad if " got None" not in each]
-        if bad:
-            raise ConfigError(f"{where}: {'; '.join(bad)}")
+        raise ConfigError(f"{where}: {'; '.join(bad)}")
     scale = float(values["rescale_factor"]) if values.get("do_rescale", True) else 1.0
     normalizes = values.get("do_normalize", True)
     normalization = Normalization(

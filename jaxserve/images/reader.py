@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.errors import ConfigError, RequestError, brief, install_extra
+from jaxserve.errors import BusyError, ConfigError, RequestError, brief, install_extra
 from jaxserve.images.cache import ImageCache, LivingImages
+from jaxserve.images.deadline import Deadline
 from jaxserve.images.decoding import MAX_PIXELS, Decoders
 from jaxserve.images.inputs import ImageInputs
 from jaxserve.images.loading import ImageSources
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MIN_LIVING_BYTES = 2**30  # for prepared images of unfinished requests, in addition to the cache
+PROMPT_S = 60.0  # for loading and decoding all files of a prompt
 _MAX_PROCESSORS = 16  # kept for different mm_processor_kwargs
 
 
@@ -78,7 +80,11 @@ class ImageReader:
         self._processor({})  # a checkpoint's error is one of the start
 
     def expand(
-        self, token_ids: TokenIds, inputs: ImageInputs, namespace: str = ""
+        self,
+        token_ids: TokenIds,
+        inputs: ImageInputs,
+        namespace: str = "",
+        check_len: Callable[[int], None] = lambda num_tokens: None,
     ) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
         """Return a prompt in which each image has all its tokens, and its prepared images.
 
@@ -86,16 +92,33 @@ class ImageReader:
             token_ids: prompt.
             inputs: its images.
             namespace: salt; callers with different ones never find each other's images by name.
+            check_len: function that raises an error if a prompt with so many tokens cannot be served; it is called
+                before the first image is read, and after each.
 
         Raises:
             RequestError: an image cannot be read, or there is another number of placeholders.
         """
-        if not inputs.images and self.placeholders.token_id not in token_ids:
+        placeholders = self.placeholders
+        if not inputs.images and placeholders.token_id not in token_ids:
+            if inputs.adjusted:
+                self._processor(inputs.adjusted)
             return token_ids, ()
-        return self.placeholders.expand(token_ids, self.prepare(inputs, namespace))
+        placeholders.check_count(token_ids, len(inputs.images))
+        num_tokens, prepared = len(token_ids), list[PreparedImage]()
+        check_len(num_tokens)
+        is_expanded = token_ids.count(placeholders.token_id) > len(inputs.images)
+        for image in self._each(inputs, namespace):
+            prepared.append(image)
+            num_tokens += 0 if is_expanded else len(placeholders.tokens(image)[0]) - 1
+            check_len(num_tokens)
+        return placeholders.expand(token_ids, prepared)
 
     def prepare(self, inputs: ImageInputs, namespace: str = "") -> list[PreparedImage]:
         """Return a prompt's images for the tower; see `expand`."""
+        return list(self._each(inputs, namespace))
+
+    def _each(self, inputs: ImageInputs, namespace: str) -> Iterator[PreparedImage]:
+        """Yield a prompt's images for the tower; see `expand`."""
         if len(inputs.images) > self.options.max_images:
             raise RequestError(
                 f"a prompt must have at most {self.options.max_images} images, got {len(inputs.images)}; the engine's "
@@ -103,14 +126,14 @@ class ImageReader:
             )
         if inputs.images and find_spec("PIL") is None:
             raise RequestError(f"images in a prompt need Pillow; {install_extra('images')}")
-        processor = self._processor(inputs.adjusted)
-        prepared = []
+        processor, deadline = self._processor(inputs.adjusted), Deadline(PROMPT_S)
         for number, (image, name) in enumerate(zip(inputs.images, inputs.names, strict=True), 1):
             try:
-                prepared.append(self._prepare(processor, image, name, namespace))
+                prepared = self._prepare(processor, image, name, namespace, deadline)
             except RequestError as error:
-                raise RequestError(f"image {number} of the prompt: {error}") from error
-        return prepared
+                kind = BusyError if isinstance(error, BusyError) else RequestError
+                raise kind(f"image {number} of the prompt: {error}") from error
+            yield prepared
 
     def close(self) -> None:
         """End the decoding processes."""
@@ -136,7 +159,9 @@ class ImageReader:
                 del self._processors[next(key for key in self._processors if key != "{}")]
             return self._processors.setdefault(key, processor)
 
-    def _prepare(self, processor: ImageProcessor, given: Any, name: str | None, namespace: str) -> PreparedImage:
+    def _prepare(
+        self, processor: ImageProcessor, given: Any, name: str | None, namespace: str, deadline: Deadline
+    ) -> PreparedImage:
         """Return one image for the tower, from the cache if it is there.
 
         Args:
@@ -144,36 +169,37 @@ class ImageReader:
             given: a Pillow image, an array, the content of a file, a URL, or None for one that was given before.
             name: caller's id, which stands for its content; None without.
             namespace: see `expand`.
+            deadline: time limit for the prompt's images.
         """
         if name:
             key: Hashable = (processor.key, namespace, name)
         else:
-            given = self._loaded(given)
+            given = self._loaded(given, deadline)
             key = (processor.key, _content_key(given))
         if (known := self.cache.get(key)) is not None:
             return known
         if given is None:
             raise RequestError(f"must be sent again, as the cache has none with the name {brief(name)}")
         self._check_memory()
-        with self._opened(self._loaded(given)) as image:
+        with self._opened(self._loaded(given, deadline), deadline) as image:
             pixels, size = processor.fit(image), (image.height, image.width)
-        prepared = processor.prepare(pixels, size, name or None)
+        prepared = processor.prepare(pixels, size)
         self.living.add(prepared)
         self.cache.put(key, prepared)
         return prepared
 
     def _check_memory(self) -> None:
-        """Raise RequestError if unfinished requests have so many images that another one must wait for them."""
+        """Raise BusyError if unfinished requests have so many images that another one must wait for them."""
         if self.living.num_bytes <= self._max_living_bytes:
             return
         self.cache.clear()
         if self.living.num_bytes > self._max_living_bytes:
-            raise RequestError(
+            raise BusyError(
                 f"must wait, as those of unfinished requests take {self.living.num_bytes} bytes, and may take "
                 f"{self._max_living_bytes}; try again, or raise mm_processor_cache_gb"
             )
 
-    def _loaded(self, given: Any) -> Any:
+    def _loaded(self, given: Any, deadline: Deadline) -> Any:
         """Return the file that a URL names, a Pillow image whose file is read, or another image unchanged."""
         if hasattr(given, "getexif"):
             if given.width * given.height > MAX_PIXELS:
@@ -182,15 +208,15 @@ class ImageReader:
                 given.load()
             except (OSError, ValueError, SyntaxError) as error:  # its file is read only now
                 raise RequestError(f"must be readable, but: {error}") from error
-        return self.options.sources.load(given) if isinstance(given, str) else given
+        return self.options.sources.load(given, deadline) if isinstance(given, str) else given
 
     @contextmanager
-    def _opened(self, given: Any) -> Iterator[Image]:
+    def _opened(self, given: Any, deadline: Deadline) -> Iterator[Image]:
         """Yield an image as RGB: decoded in another process if it is a file's content."""
         from PIL import Image as pillow  # noqa: N813, PLC0415 - an extra
 
         if isinstance(given, bytes):
-            with self._decoders.decoded(given) as image:
+            with self._decoders.decoded(given, deadline) as image:
                 yield image
         elif isinstance(given, pillow.Image):
             yield as_rgb(given)

@@ -168,6 +168,7 @@ class LLM(PoolingCalls):
         *,
         chat_template_content_format: str | None = None,
         continue_final_message: bool = False,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         lora_request: Adapters = None,
         priority: int | Iterable[int] | None = None,
         **vllm_arguments: Any,
@@ -184,6 +185,7 @@ class LLM(PoolingCalls):
             chat_template_kwargs: further template variables.
             chat_template_content_format: "auto", "string" or "openai"; None for the engine's option.
             continue_final_message: True to have the last message continued, with add_generation_prompt=False.
+            mm_processor_kwargs: image processor settings for these conversations.
             lora_request: see `generate`.
             priority: see `generate`.
             vllm_arguments: see `generate`.
@@ -193,8 +195,12 @@ class LLM(PoolingCalls):
         """
         check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
         tokenizer = require_tokenizer(self.engine)
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
+        for name, given in (
+            ("chat_template_kwargs", chat_template_kwargs),
+            ("mm_processor_kwargs", mm_processor_kwargs),
+        ):
+            if not isinstance(given, Mapping | None):
+                raise RequestError(f"{name} must be a dict, got {brief(given)}")
         variables = {"add_generation_prompt": add_generation_prompt} | ({"tools": tools} if tools else {})
         variables |= chat_template_kwargs or {}
         render = partial(
@@ -206,9 +212,10 @@ class LLM(PoolingCalls):
         )
         reader, prompts = self.engine.reader.images, list[Prompt]()
         for conversation in _as_conversations(messages):
-            split, images = (conversation, []) if reader is None else split_images(conversation, reader)
-            chat = render(split)
-            prompts.append({"prompt": chat.text, "prompt_token_ids": encode_chat(tokenizer, chat, reader, images)})
+            split = split_images(conversation, reader, mm_processor_kwargs)
+            chat = render(split.messages)
+            token_ids = encode_chat(tokenizer, chat, reader, split.inputs, check_len=self.engine.reader.check_len)
+            prompts.append({"prompt": chat.text, "prompt_token_ids": token_ids})
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, priority=priority)
 
     def beam_search(

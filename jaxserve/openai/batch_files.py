@@ -26,7 +26,7 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.outputs import RequestFailure, RequestOutput
 from jaxserve.api.schema import one_of
 from jaxserve.core.batch_engine import BatchEngine
-from jaxserve.core.prompt import check_bound
+from jaxserve.core.prompt import check_bound, check_len
 from jaxserve.errors import PeerLostError, RequestError, brief
 from jaxserve.openai.batch_output import (
     MAX_LINE_BYTES,
@@ -38,7 +38,7 @@ from jaxserve.openai.batch_output import (
 )
 from jaxserve.openai.batch_paths import check_output, open_input
 from jaxserve.openai.batch_progress import BatchProgress
-from jaxserve.openai.context import BodyContext, allow_any
+from jaxserve.openai.context import BodyContext, allow_any, as_given
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
 from jaxserve.openai.fields import ANY, BodyField, BodyReader, each, needed
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest
@@ -192,6 +192,8 @@ def _context(engine: BatchEngine, model_names: Sequence[str]) -> BodyContext:
         tokenizer,
         engine.default_sampling_params,
         check_prompt=check,
+        check_len=partial(check_len, schedule=engine.schedule),
+        salt=getattr(engine, "salt", as_given),
         max_model_len=engine.schedule.max_model_len,
         adapters=getattr(engine, "adapters", ()),
         images=getattr(engine, "images", None),
@@ -288,7 +290,7 @@ class _BatchRun:
                 _claim(custom_id, seen)
                 if number in self.done:
                     continue
-                request = self.adapt(self._parse(content))
+                request = self.adapt(self._parse_when_free(content))
             except Exception as error:  # any failure becomes the line's error record
                 if number not in self.done:
                     fingerprint, line_error = fingerprint_of(raw, self.key), _line_error(number, error)
@@ -326,6 +328,16 @@ class _BatchRun:
             return
         self.in_flight[request_id] = prompt
         self.num_sequences += params.n
+
+    def _parse_when_free(self, content: Json) -> ParsedRequest:
+        """Parse a line's content, after earlier lines have ended if these have what it needs, such as memory."""
+        while True:
+            try:
+                return self._parse(content)
+            except RequestError as error:
+                if as_bad_request(error).status_code != 503 or not self.in_flight:
+                    raise
+            self._wait()
 
     def _wait(self) -> None:
         """Wait for ended requests, and finish or fail their lines."""

@@ -9,8 +9,8 @@ from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import RequestError, brief
 from jaxserve.openai.chat_formats import ChatFormat
-from jaxserve.openai.context import BodyContext
-from jaxserve.openai.errors import BadRequestError, Json
+from jaxserve.openai.context import BodyContext, allow_any
+from jaxserve.openai.errors import BadRequestError, Json, error_in
 from jaxserve.openai.fields import ANY, OBJECT, SWITCH, TEXT, ObjectFields, each
 from jaxserve.openai.tool_grammar import message_grammar
 from jaxserve.openai.tools import (
@@ -23,7 +23,7 @@ from jaxserve.openai.tools import (
     template_messages,
 )
 from jaxserve.text.chat_template import RenderedChat
-from jaxserve.text.image_chats import encode_chat, is_image, split_images
+from jaxserve.text.image_chats import SplitChat, encode_chat, is_image, split_images
 from jaxserve.text.messages import content_text
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -32,7 +32,7 @@ RESERVED = {"messages", "chat_template", "tokenize", "tools", "documents"}  # na
 PROMPT_FIELDS: ObjectFields = {  # fields that make a chat the prompt
     "messages": ANY,
     "chat_template": TEXT,
-    "chat_template_kwargs": OBJECT,
+    **each(OBJECT, "chat_template_kwargs", "mm_processor_kwargs"),
     **each(SWITCH, "add_generation_prompt", "continue_final_message", "add_special_tokens"),
 }
 
@@ -47,6 +47,7 @@ class ChatPrompt(NamedTuple):
         last: role and text of the last message.
         adds_header: True if the prompt ends with a new answer's header; False if the model continues a message.
         honoured: body fields that have had an effect although not all templates read them.
+        ignored: fields of its images without effect.
     """
 
     rendered: RenderedChat
@@ -55,6 +56,7 @@ class ChatPrompt(NamedTuple):
     last: tuple[str, str]
     adds_header: bool
     honoured: set[str]
+    ignored: set[str]
 
 
 class Chat(NamedTuple):
@@ -117,8 +119,8 @@ def read_prompt(given: Json, context: BodyContext, tools: Tools = NO_TOOLS, *, a
     if template is not None and not context.takes_templates:
         message = "chat_template of requests is not trusted here; leave it out, or start the server with "
         raise BadRequestError(f"{message}--trust-request-chat-template", "chat_template", "unsupported_value")
-    messages, images = _split_images(messages, context)
-    messages = template_messages(messages, has_text_arguments=chat_format.text_arguments)
+    split = _split_images(messages, given.get("mm_processor_kwargs", {}), context)
+    messages = template_messages([*map(dict, split.messages)], has_text_arguments=chat_format.text_arguments)
     variables = dict(given.get("chat_template_kwargs", {}))
     continues = given.get("continue_final_message", False)
     if "add_generation_prompt" in given:
@@ -145,24 +147,31 @@ def read_prompt(given: Json, context: BodyContext, tools: Tools = NO_TOOLS, *, a
     context.text_check(given)(rendered.text)
     try:
         token_ids = encode_chat(
-            tokenizer, rendered, context.images, images, add_special_tokens=given.get("add_special_tokens", False)
+            tokenizer,
+            rendered,
+            context.images,
+            split.inputs,
+            context.salt(given.get("cache_salt")) or "",
+            context.check_len if given.get("truncate_prompt_tokens") is None else allow_any,
+            add_special_tokens=given.get("add_special_tokens", False),
         )
     except RequestError as error:
-        raise BadRequestError(str(error), "messages") from error
+        is_about_option = str(error).startswith("mm_processor_kwargs")
+        raise error_in("mm_processor_kwargs" if is_about_option else "messages", error) from error
     last = messages[-1]["role"], content_text(messages[-1].get("content"))
     honoured = {"reasoning_effort"} if used else set[str]()
-    return ChatPrompt(rendered, token_ids, chat_format, last, adds_header, honoured)
+    return ChatPrompt(rendered, token_ids, chat_format, last, adds_header, honoured, split.ignored)
 
 
-def _split_images(messages: list[Json], context: BodyContext) -> tuple[list[Json], list[Any]]:
+def _split_images(messages: list[Json], adjusted: Json, context: BodyContext) -> SplitChat:
     """Return messages with stand-ins for images, and the images; BadRequestError if a part for one is malformed."""
-    if context.images is None:
-        return messages, []
+    if adjusted and context.images is None:
+        message = f"mm_processor_kwargs must be {{}}, as the model takes no images, got {brief(adjusted)}"
+        raise BadRequestError(message, "mm_processor_kwargs", "unsupported_value")
     try:
-        split, images = split_images(messages, context.images)
+        return split_images(messages, context.images, adjusted)
     except RequestError as error:
-        raise BadRequestError(str(error), "messages") from error
-    return [dict(message) for message in split], images
+        raise error_in("messages", error) from error
 
 
 def _check_read(variables: Json, known: frozenset[str]) -> None:

@@ -13,8 +13,13 @@ from jaxserve.openai.errors import BadRequestError, Json
 from jaxserve.text.tokenizer import Tokenizer
 
 
-def allow_any(text: str) -> None:
-    """Accept every text: the check of prompts whose length does not matter."""
+def allow_any(given: object) -> None:
+    """Accept everything: the check of prompts whose length does not matter."""
+
+
+def as_given(salt: str | None) -> str | None:
+    """Return a body's cache salt, if callers have none of their own."""
+    return salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,9 @@ class BodyContext:
         may_stream: False if nobody receives a stream, as in a batch file.
         chat_format: the model's chat format; None to detect it in the chat templates.
         check_prompt: function that raises RequestError for a text that is too long, before it is encoded.
+        check_len: function that raises RequestError for a number of prompt tokens that is too large; it is called
+            between the images of a chat.
+        salt: function from a body's cache salt to the caller's.
         response_role: role of new messages in chats.
         takes_templates: False to refuse chat templates in bodies.
         max_model_len: maximum for `max_tokens`, see `check_output_len`; None for no limit.
@@ -46,6 +54,8 @@ class BodyContext:
     may_stream: bool = False
     chat_format: ChatFormat | None = None
     check_prompt: Callable[[str], None] = allow_any
+    check_len: Callable[[int], None] = allow_any
+    salt: Callable[[str | None], str | None] = as_given
     response_role: str = "assistant"
     takes_templates: bool = True
     max_model_len: int | None = None

@@ -1,9 +1,9 @@
 """Errors in OpenAI's format, which name the wrong field of a body."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxserve.errors import EngineDiedError, PromptTooLongError, RequestError
+from jaxserve.errors import BusyError, EngineDiedError, PromptTooLongError, RequestError
 
 Json = dict[str, Any]
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 4096, 256
@@ -51,7 +51,15 @@ def as_bad_request(error: RequestError) -> BadRequestError:
         return BadRequestError(str(error), code="context_length_exceeded", too_long=length)
     if isinstance(error, EngineDiedError):
         return BadRequestError(str(error), code="engine_died", status_code=500)
+    if isinstance(error, BusyError):
+        return BadRequestError(str(error), code="overloaded", status_code=503)
     return BadRequestError(str(error))
+
+
+def error_in(field: str, error: RequestError) -> BadRequestError:
+    """Return an error as one of a body field, except if that is not to blame."""
+    known = as_bad_request(error)
+    return known if known.status_code >= 500 else replace(known, param=field)
 
 
 def error_body(error: RequestError) -> Json:

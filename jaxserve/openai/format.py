@@ -18,10 +18,10 @@ from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.schema import FieldType
 from jaxserve.api.structured_outputs import StructuredOutputsParams
-from jaxserve.errors import PromptTooLongError, RequestError, brief
+from jaxserve.errors import BusyError, PromptTooLongError, RequestError, brief
 from jaxserve.openai.chats import PROMPT_FIELDS, read_chat
 from jaxserve.openai.context import BodyContext
-from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, check_output_len
+from jaxserve.openai.errors import BadRequestError, Json, check_output_len, error_in
 from jaxserve.openai.fields import (
     ANY,
     DROPPED,
@@ -227,7 +227,7 @@ def parse_body(url: str, body: object, context: BodyContext) -> ParsedRequest:
         check_output_len(given, context.max_model_len)
         chat = read_chat(given, context, params) if is_chat else None
     if chat is not None:
-        common["ignored"] = tuple(sorted({*common["ignored"]} - chat.prompt.honoured))
+        common["ignored"] = tuple(sorted(({*common["ignored"]} - chat.prompt.honoured) | chat.prompt.ignored))
     options = _stream_options(given)
     if given.get("stream") and given.get("prompt_logprobs"):
         message = "prompt_logprobs must be left out, or 0, with stream: true, as only whole replies have them, got "
@@ -305,8 +305,8 @@ def naming_fields(url: str, form_field: str | None = None) -> Iterator[None]:
     except BadRequestError:
         raise
     except RequestError as error:
-        if isinstance(error, PromptTooLongError):
-            raise replace(as_bad_request(error), param=prompt_field(url)) from error
+        if isinstance(error, PromptTooLongError | BusyError):
+            raise error_in(prompt_field(url), error) from error
         words = [prompt_field(url) if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
         named = next((word for word in words if word in _FIELDS[url]), None)
         if named is None and any(word in _FORM_WORDS for word in words):

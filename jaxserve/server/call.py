@@ -14,6 +14,7 @@ from jaxserve.server.connection import Connection
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.json_body import SHORT_BODY_BYTES, parse_json
 from jaxserve.server.json_pieces import is_short, json_pieces
+from jaxserve.server.request_classes import tenant_salt
 
 if TYPE_CHECKING:
     from jaxserve.errors import RequestError
@@ -143,6 +144,20 @@ class Call:
             async for made, _ in parts:
                 for piece in made:
                     yield piece
+
+    def salt(self, cache_salt: str | None) -> str | None:
+        """Return the salt of prefix cache and named images, which hides a tenant's prompts from others."""
+        return tenant_salt(self.tenant, cache_salt) if self.tenant else cache_salt
+
+    def checked(self, check: Callable[[int], None]) -> Callable[[int], None]:
+        """Return `check` with a further reason for an error: that the client has left. On any thread."""
+
+        def check_both(given: int) -> None:
+            if self.is_gone:
+                raise ClientGoneError
+            check(given)
+
+        return check_both
 
     @property
     def has_long_body(self) -> bool:

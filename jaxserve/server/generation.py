@@ -26,7 +26,6 @@ from jaxserve.server.request_classes import (
     in_class,
     in_session,
     read_objectives,
-    tenant_salt,
 )
 from jaxserve.server.streams import BrokenStepError, Stream
 from jaxserve.server.timeouts import Timeouts, read_timeouts
@@ -148,10 +147,9 @@ class Generation:
     def _read(self, call: Call, interface: Interface, body: Json) -> tuple[ParsedRequest, list[RequestGroup]]:
         """Return the request in a body, and its prompts as groups for the engine. On any thread."""
         service = self._service
-        request = interface.read(body, service.parse, self._engine.schedule.max_model_len)
+        request = interface.read(body, partial(service.parse, call=call), self._engine.schedule.max_model_len)
         service.check_size(request)
-        if call.tenant:
-            request = replace(request, cache_salt=tenant_salt(call.tenant, request.cache_salt))
+        request = replace(request, cache_salt=call.salt(request.cache_salt))
         request = in_session(in_class(request, call.headers, call.tenant, self._objectives), call.headers)
         if service.keys:
             limits = service.admission.limits.tenant_limits(call.tenant)

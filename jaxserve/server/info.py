@@ -54,7 +54,7 @@ class Info:
     async def tokenize(self, call: Call) -> None:
         """Reply with the token ids of the body's text or chat."""
         body = await call.json()
-        tokens = await call.read_off_loop(partial(self._tokens, body), needs_time=has_images(body))
+        tokens = await call.read_off_loop(partial(self._tokens, call, body), needs_time=has_images(body))
         await call.send_json(tokens)
 
     async def detokenize(self, call: Call) -> None:
@@ -65,7 +65,7 @@ class Info:
     async def count(self, call: Call) -> None:
         """Reply with the body's number of prompt tokens, without serving it."""
         body, interface = await call.json(), INTERFACES[call.path]
-        read = partial(interface.read, body, partial(self._service.parse, is_counted=True))
+        read = partial(interface.read, body, partial(self._service.parse, call=call, is_counted=True))
         request = await call.read_off_loop(read, needs_time=has_images(body))
         (prompt,) = request.prompts
         kind = {"object": "response.input_tokens"} if call.path == INPUT_TOKENS else {}
@@ -85,13 +85,14 @@ class Info:
             raise BadRequestError("the engine must have a tokenizer, and runs with skip_tokenizer_init")
         return self._engine.tokenizer
 
-    def _tokens(self, body: Json) -> Json:
+    def _tokens(self, call: Call, body: Json) -> Json:
         """Return the reply to a /tokenize body."""
         tokenizer, is_chat = self._tokenizer(), body.get("messages") is not None
         given = BodyReader().read(body, _TOKENIZED_CHAT if is_chat else _TOKENIZED_TEXT)
         self._check_model(given)
         if is_chat:
-            context = replace(self._service.context, check_prompt=allow_any)
+            check = call.checked(allow_any)
+            context = replace(self._service.context, check_prompt=allow_any, check_len=check, salt=call.salt)
             tokens = read_prompt(given, context, read_tools(given)).token_ids
         else:
             text, most = given["prompt"], max(MAX_TEXT_CHARS, (tokenizer.bound.max_chars or 0) * self._max_model_len)

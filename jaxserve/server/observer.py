@@ -220,6 +220,8 @@ class Observer(Collector):
         labels, occupancy, schedule = self._labels, self._engine.occupancy, self._engine.schedule
         gauge = partial(_family, GaugeMetricFamily, labels)
         yield gauge("jaxserve:estimated_wait_seconds", {"": self.estimated_wait_s()})
+        if (images := self._engine.reader.images) is not None:
+            yield gauge("jaxserve:prepared_image_bytes", {"": images.living.num_bytes})
         num_deferred = min(occupancy.num_deferred, occupancy.num_waiting)
         waiting = {"capacity": occupancy.num_waiting - num_deferred, "deferred": num_deferred}
         yield gauge("vllm:num_requests_waiting_by_reason", waiting, "reason")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxserve.assembly.engine import Engine
     from jaxserve.openai.errors import Json
     from jaxserve.openai.format import ParsedRequest
+    from jaxserve.server.call import Call
     from jaxserve.server.config import ServerConfig
 
 
@@ -77,6 +78,7 @@ class Service:
             may_stream=True,
             chat_format=form,
             check_prompt=engine.reader.check_text,
+            check_len=engine.reader.check_len,
             response_role=config.response_role,
             takes_templates=config.trust_request_chat_template,
             max_model_len=engine.schedule.max_model_len,
@@ -103,17 +105,20 @@ class Service:
         self.streams.close()
         self.workers.close()
 
-    def parse(self, url: str, body: Json, *, is_counted: bool = False) -> ParsedRequest:
+    def parse(self, url: str, body: Json, *, call: Call | None = None, is_counted: bool = False) -> ParsedRequest:
         """Return the request in a body as OpenAI has it; RequestError if it cannot be served. On any thread.
 
         Args:
             url: endpoint, COMPLETIONS, CHAT or one for vectors.
             body: the body.
+            call: the HTTP request; None if no client waits for it.
             is_counted: True to count only its prompt tokens, which may be too many.
         """
         context = self.context
         if is_counted:
-            context = dataclasses.replace(context, check_prompt=allow_any, max_model_len=None)
+            context = dataclasses.replace(context, check_prompt=allow_any, check_len=allow_any, max_model_len=None)
+        if call is not None:
+            context = dataclasses.replace(context, check_len=call.checked(context.check_len), salt=call.salt)
         request = parse(url, body, context)
         return request if request.pooling is not None else self.with_options(request)
 

@@ -6,6 +6,9 @@ import base64
 import dataclasses
 import io
 import json
+import re
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ from tests.oracles import torch
 from tests.server.conftest import running
 from tests.soon_compiled import few_programs
 from tests.vision_checkpoints import FAMILIES, TEXT
+from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
@@ -239,6 +243,94 @@ def check_errors(client: httpx.Client) -> None:
     assert ask({"url": url(PICTURES[0])}).status_code == 200
     odd = {"messages": [{"role": "user", "content": [{"type": ["image"]}]}]}
     assert client.post("/v1/chat/completions", json=odd).status_code == 400
+
+
+def part(picture: Image.Image, **others: Any) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url(picture)}, **others}
+
+
+def body_with(*parts: dict[str, Any], **others: Any) -> dict[str, Any]:
+    content = [*parts, {"type": "text", "text": "Tokens go in"}]
+    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0, **others}
+
+
+def test_named_pictures_and_options_over_http(served: Model, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one:first\nother:second\n")
+    named = part(PICTURES[2], uuid="a")
+    only_name = {"type": "image_url", "image_url": None, "uuid": "a"}
+    with running(served.llm.engine, api_key_file=tmp_path / "keys") as server:
+
+        def ask(body: dict[str, Any], key: str = "first", path: str = "/v1/chat/completions") -> httpx.Response:
+            return server.client.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+
+        first = ask(body_with(named))
+        assert first.status_code == 200, first.text
+        again = ask(body_with(only_name))
+        assert again.json()["choices"][0]["message"] == first.json()["choices"][0]["message"]
+        assert again.json()["usage"]["prompt_tokens"] == first.json()["usage"]["prompt_tokens"]
+        for reply in (ask(body_with(only_name), "second"), ask(body_with(only_name, cache_salt="b"))):
+            assert reply.status_code == 400
+            assert "must be sent again" in reply.json()["error"]["message"]
+            assert reply.json()["error"]["param"] == "messages"
+        detailed = ask(body_with({**named, "image_url": {"url": url(PICTURES[2]), "detail": "high"}}))
+        assert detailed.headers["x-ignored-params"] == "detail"
+        assert ask(body_with(named, mm_processor_kwargs={})).status_code == 200
+        assert re.search(r"^jaxserve:prepared_image_bytes{.*} [1-9]", server.client.get("/metrics").text, re.M)
+        count = ask({"messages": body_with(named)["messages"]}, path="/tokenize").json()["count"]
+        assert count == first.json()["usage"]["prompt_tokens"]
+        for given in (named, {"type": "text", "text": "a"}):
+            reply = ask(body_with(given, mm_processor_kwargs={"max_pixels": 3}))
+            assert reply.status_code == 400
+            assert reply.json()["error"]["param"] == "mm_processor_kwargs"
+        unknown = ask(body_with(part(PICTURES[0], min_pixels=3)))
+        assert "['min_pixels'] in a content part" in unknown.json()["error"]["message"]
+
+
+def test_pictures_that_must_wait_are_no_bad_requests(served: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = served.llm.engine.reader.images
+    assert reader is not None
+    picture = Image.new("RGB", (23, 24))
+    inputs = [{"type": "input_image", "image_url": url(picture)}]
+    bodies = {
+        "/v1/chat/completions": body_with(part(picture)),
+        "/v1/responses": {"input": [{"role": "user", "content": inputs}]},
+        "/tokenize": {"messages": body_with(part(picture))["messages"]},
+    }
+    with running(served.llm.engine) as server:
+        with monkeypatch.context() as busy:
+            busy.setattr(reader._decoders, "_free", [])
+            busy.setattr("jaxserve.images.decoding.DECODE_S", 0.01)
+            for path, body in bodies.items():
+                reply = server.client.post(path, json=body)
+                assert (reply.status_code, reply.json()["error"]["code"]) == (503, "overloaded")
+                assert int(reply.headers["retry-after"]) >= 1
+        assert server.client.post("/v1/chat/completions", json=bodies["/v1/chat/completions"]).status_code == 200
+
+
+def test_a_client_that_leaves_has_no_more_pictures_read(served: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, begun, may_continue = served.llm.engine.reader.images, threading.Event(), threading.Event()
+    assert reader is not None
+    num_read, loaded = 0, reader._loaded
+
+    def slowly(*given: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        begun.set()
+        assert may_continue.wait(10)
+        return loaded(*given)
+
+    monkeypatch.setattr(reader, "_loaded", slowly)
+    body = json.dumps(body_with(*[part(PICTURES[0])] * 3)).encode()
+    with running(served.llm.engine) as server:
+        address = httpx.URL(server.url)
+        with socket.create_connection((address.host, address.port or 80)) as client:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+            assert begun.wait(10)
+        until(lambda: not server.app.service.admission.num_open)
+        may_continue.set()
+        until(lambda: not server.app.service.workers._num_running)
+    assert num_read == 1
 
 
 def test_short_bodies_with_pictures_are_read_off_the_loop() -> None:

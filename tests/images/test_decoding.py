@@ -12,6 +12,7 @@ from PIL import Image
 
 from jaxserve.errors import RequestError
 from jaxserve.images import decoding
+from jaxserve.images.deadline import Deadline
 from jaxserve.images.decoding import Decoders
 from jaxserve.images.processor import as_rgb
 
@@ -40,7 +41,7 @@ def png(width: int, height: int, data: bytes) -> bytes:
 
 
 def decode(decoders: Decoders, data: bytes) -> Image.Image:
-    with decoders.decoded(data) as image:
+    with decoders.decoded(data, Deadline(60)) as image:
         return image.copy()
 
 

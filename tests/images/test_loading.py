@@ -1,6 +1,7 @@
 """Sources of images, one test per class of attack: none of them reaches what the operator has not allowed."""
 
 import base64
+import contextlib
 import os
 import socket
 import threading
@@ -10,12 +11,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from jaxserve.errors import RequestError
+from jaxserve.errors import BusyError, RequestError
 from jaxserve.images import decoding, loading
+from jaxserve.images.deadline import Deadline
 from jaxserve.images.loading import ImageSources, is_public
 
 FILE = b"an image"
 ANY = ImageSources(["images.example", "LOCALHOST."])
+
+
+def load(url: str, sources: ImageSources = ANY, limit_s: int | float = 60) -> bytes:
+    return sources.load(url, Deadline(limit_s))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -91,7 +97,7 @@ def resolving(monkeypatch, *addresses: str) -> list[str]:
 
 @pytest.mark.parametrize("header", ["data:image/png;base64", "DATA:;base64", "data:text/html;charset=x;base64"])
 def test_data_urls_are_always_allowed(header):
-    assert ImageSources().load(f"{header},{base64.b64encode(FILE).decode()}") == FILE
+    assert load(f"{header},{base64.b64encode(FILE).decode()}", ImageSources()) == FILE
 
 
 @pytest.mark.parametrize(
@@ -112,11 +118,11 @@ def test_data_urls_are_always_allowed(header):
 def test_by_default_nothing_else_is_loaded(url, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", None)
     with pytest.raises(RequestError):
-        ImageSources().load(url)
+        load(url, ImageSources())
 
 
 def test_files_of_allowed_domains_are_loaded(port, loopback_is_public):
-    assert ANY.load(f"http://images.example:{port}/a.png?b=c") == FILE
+    assert load(f"http://images.example:{port}/a.png?b=c") == FILE
     assert Handler.requests[-1] == ("/a.png?b=c", f"images.example:{port}")
     assert loopback_is_public == ["images.example"], "a name is resolved once"
 
@@ -142,7 +148,7 @@ def test_files_of_allowed_domains_are_loaded(port, loopback_is_public):
 def test_urls_that_parsers_may_read_differently_are_refused(url, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", None)
     with pytest.raises(RequestError):
-        ANY.load(url)
+        load(url)
 
 
 PRIVATE = [
@@ -158,7 +164,7 @@ def test_private_addresses_are_refused_after_resolution(address, monkeypatch):
     resolving(monkeypatch, address)
     monkeypatch.setattr(socket, "create_connection", None)
     with pytest.raises(RequestError, match="public address"):
-        ANY.load("http://images.example/a.png")
+        load("http://images.example/a.png")
 
 
 def test_one_private_address_among_several_is_refused(monkeypatch):
@@ -166,7 +172,7 @@ def test_one_private_address_among_several_is_refused(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: both)
     monkeypatch.setattr(socket, "create_connection", None)
     with pytest.raises(RequestError, match="public address"):
-        ANY.load("http://images.example/")
+        load("http://images.example/")
 
 
 @pytest.mark.parametrize("address", ["93.184.216.34", "2606:2800:220:1::1", "::ffff:93.184.216.34"])
@@ -186,14 +192,14 @@ def test_the_resolved_address_is_the_one_connected_to(monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", connect)
     with pytest.raises(RequestError, match="ConnectionRefusedError"):
-        ANY.load("http://images.example/")
+        load("http://images.example/")
     assert connected == [("93.184.216.34", 80)]
 
 
 def test_redirects_are_errors(port, loopback_is_public):
     Handler.requests.clear()
     with pytest.raises(RequestError, match="without a redirect, got 302"):
-        ANY.load(f"http://images.example:{port}/redirect")
+        load(f"http://images.example:{port}/redirect")
     assert Handler.requests == [("/redirect", f"images.example:{port}")]
     assert loopback_is_public
 
@@ -203,7 +209,7 @@ def test_files_are_read_only_up_to_the_limit(path, port, loopback_is_public, mon
     del loopback_is_public
     monkeypatch.setattr(decoding, "MAX_FILE_BYTES", 10_000)
     with pytest.raises(RequestError, match="at most 10000 bytes"):
-        ANY.load(f"http://images.example:{port}/{path}")
+        load(f"http://images.example:{port}/{path}")
 
 
 @pytest.mark.parametrize("path", ["slow", "slow-header"])
@@ -212,8 +218,60 @@ def test_slow_servers_are_left_at_the_deadline(path, port, loopback_is_public, m
     monkeypatch.setattr(loading, "FETCH_S", 0.1)
     began_s = time.monotonic()
     with pytest.raises(RequestError, match="it took too long"):
-        ANY.load(f"http://images.example:{port}/{path}")
+        load(f"http://images.example:{port}/{path}")
     assert time.monotonic() - began_s < 0.9
+
+
+def test_names_that_are_not_resolved_in_time(monkeypatch):
+    """The system's resolver has no deadline: its threads are left, and counted."""
+    may_end, resolvers = threading.Event(), threading.BoundedSemaphore(1)
+    monkeypatch.setattr(loading, "_RESOLVERS", resolvers)
+    monkeypatch.setattr(loading, "FETCH_S", 0.05)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: may_end.wait() and [])
+    began_s = time.monotonic()
+    with pytest.raises(RequestError, match="it took too long"):
+        load("http://images.example/")
+    with pytest.raises(BusyError, match="being resolved"):
+        load("http://images.example/")
+    assert time.monotonic() - began_s < 1
+    may_end.set()
+    assert resolvers.acquire(timeout=5)
+
+
+def test_names_that_do_not_exist(monkeypatch):
+    def fail(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(RequestError, match="gaierror"):
+        load("http://images.example/")
+
+
+def test_slow_handshakes_are_left_at_the_deadline(loopback_is_public, monkeypatch):
+    del loopback_is_public
+    monkeypatch.setattr(loading, "FETCH_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                for byte in b"\x16\x03\x03\x40\x00" + bytes(45):  # the record of a long TLS message
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.02)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        began_s = time.monotonic()
+        with pytest.raises(RequestError, match="it took too long"):
+            load(f"https://images.example:{server.getsockname()[1]}/")
+        assert time.monotonic() - began_s < 0.9
+        thread.join()
+
+
+def test_a_prompt_without_time_loads_nothing(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", None)
+    with pytest.raises(RequestError, match="images of a prompt must be loaded and decoded in 0 s"):
+        load("http://images.example/", limit_s=0)
 
 
 def test_errors_of_servers_that_speak_no_http(loopback_is_public):
@@ -228,7 +286,7 @@ def test_errors_of_servers_that_speak_no_http(loopback_is_public):
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(RequestError, match="BadStatusLine"):
-            ANY.load(f"http://images.example:{server.getsockname()[1]}/")
+            load(f"http://images.example:{server.getsockname()[1]}/")
         thread.join()
 
 
@@ -241,16 +299,16 @@ def test_local_files_only_below_the_allowed_directory(tmp_path):
     (allowed / "inner link.png").symlink_to(allowed / "inner" / "an image.png")
     os.mkfifo(allowed / "pipe")
     sources = ImageSources(local_path=str(allowed))
-    assert sources.load(f"file://{allowed}/inner/an%20image.png") == FILE
-    assert sources.load(f"file://localhost{allowed}/inner%20link.png") == FILE
+    assert load(f"file://{allowed}/inner/an%20image.png", sources) == FILE
+    assert load(f"file://localhost{allowed}/inner%20link.png", sources) == FILE
     for path in (
         *(f"{outside}/inner/an%20image.png", f"{allowed}/../allowed-not/inner/an%20image.png", f"{allowed}/link.png"),
         *(f"{allowed}/%2e%2e/allowed-not/inner/an%20image.png", f"{allowed}/absent.png", f"{allowed}/inner"),
         *(f"{allowed}/pipe", "/etc/passwd", "/proc/self/environ", f"{allowed}/a%00.png"),
     ):
         with pytest.raises(RequestError, match="file must"):
-            sources.load(f"file://{path}")
+            load(f"file://{path}", sources)
     with pytest.raises(RequestError, match="surrogates"):
-        sources.load(f"file://{allowed}/\ud800.png")
+        load(f"file://{allowed}/\ud800.png", sources)
     with pytest.raises(RequestError, match="file must"):
-        sources.load(f"file://evil.example{allowed}/inner/an%20image.png")
+        load(f"file://evil.example{allowed}/inner/an%20image.png", sources)

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,8 +17,10 @@ from PIL import Image
 from jaxserve.api.config import EngineConfig
 from jaxserve.assembly.generation_defaults import build_arch
 from jaxserve.assembly.images import build_image_reader
-from jaxserve.errors import ConfigError, RequestError
+from jaxserve.errors import BusyError, ConfigError, PromptTooLongError, RequestError
+from jaxserve.images import decoding
 from jaxserve.images.cache import ImageCache
+from jaxserve.images.deadline import Deadline
 from jaxserve.images.families import read_placeholders
 from jaxserve.images.inputs import ImageInputs
 from jaxserve.images.placeholders import Placeholders
@@ -101,6 +104,69 @@ def test_names_stand_for_content_within_a_namespace():
             reader.prepare(inputs(None, names=names), namespace)
 
 
+def test_digests_are_of_content_whatever_its_name():
+    """Pages on disk are found by digests, after a name has come to mean another image."""
+    reader, other = new_reader(), PICTURE.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    (plain,) = reader.prepare(inputs(PICTURE))
+    assert reader.prepare(inputs(PICTURE, names=["a"]))[0].digest == plain.digest
+    assert reader.prepare(inputs(other, names=["a"]))[0].digest == plain.digest, "a cached name is not read again"
+    reader.cache.clear()
+    (later,) = reader.prepare(inputs(other, names=["a"]))
+    assert later.digest == reader.prepare(inputs(other))[0].digest != plain.digest
+
+
+class Unread:
+    """Image that must not be read."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"an image was read: {name}")
+
+
+def test_placeholders_are_counted_before_any_image_is_read(reader):
+    many = [Unread()] * 999
+    for ids, word in (([IMAGE] * 2, "got 2 of them .* 999 images"), ([1], "got 0 of them .* 999 images")):
+        with pytest.raises(RequestError, match=word):
+            reader.expand(ids, inputs(*many))
+
+
+@pytest.mark.parametrize(("num_placeholders", "limit", "num_read"), [(3, 2, 0), (3, 7, 1), (3, 12, 2), (18, 17, 0)])
+def test_prompts_are_too_long_as_soon_as_their_first_images_are(reader, num_placeholders, limit, num_read):
+    lengths = []
+
+    def check(num_tokens: int) -> None:
+        lengths.append(num_tokens)
+        if num_tokens > limit:
+            raise PromptTooLongError("too long", num_tokens, limit)
+
+    images = [*[PIXELS] * num_read, *[Unread()] * (3 - num_read)]
+    with pytest.raises(PromptTooLongError):
+        reader.expand([IMAGE] * num_placeholders, inputs(*images), check_len=check)
+    assert lengths == [num_placeholders + 5 * count for count in range(num_read + 1)]
+
+
+def test_all_images_of_a_prompt_have_one_deadline(monkeypatch):
+    reader = new_reader()
+    monkeypatch.setattr("jaxserve.images.reader.PROMPT_S", 0.0)
+    with pytest.raises(RequestError, match=r"image 1 of the prompt: the images of a prompt must be loaded .* in 0 s"):
+        reader.prepare(inputs(encoded()))
+    assert reader.prepare(inputs(PICTURE)), "a caller's own image needs no time"
+
+
+@pytest.mark.parametrize("prompt_s", [0.02, 60.0])
+def test_waiting_for_a_decoder_is_no_fault_of_the_images(monkeypatch, prompt_s):
+    reader = new_reader()
+    monkeypatch.setattr("jaxserve.images.reader.PROMPT_S", prompt_s)
+    monkeypatch.setattr(decoding, "DECODE_S", 0.01)
+    monkeypatch.setattr(reader._decoders, "_free", [])
+    with pytest.raises(BusyError, match="image 1 of the prompt: images of others are being decoded"):
+        reader.prepare(inputs(encoded()))
+    deadline = Deadline(0.01)
+    with deadline.waiting():
+        time.sleep(0.02)
+    with pytest.raises(BusyError):
+        deadline.left_s(1)
+
+
 def test_the_cache_keeps_what_was_used_last():
     def image(num_floats: int) -> PreparedImage:
         return PreparedImage(bytes(16), np.zeros((1, num_floats), np.float32), (1, 1), 1)
@@ -166,7 +232,7 @@ def test_images_of_unfinished_requests_are_bounded(monkeypatch):
     sizes = [Image.new("RGB", (168, 168 + 28 * i)) for i in range(4)]  # 677 KB and more
     held = [reader.prepare(inputs(size)) for size in sizes]
     assert reader.living.num_bytes == sum(image.num_bytes for images in held for image in images) > 2_800_000
-    with pytest.raises(RequestError, match="image 1 of the prompt: must wait, as those of unfinished requests take"):
+    with pytest.raises(BusyError, match="image 1 of the prompt: must wait, as those of unfinished requests take"):
         reader.prepare(inputs(Image.new("RGB", (168, 300))))
     held.clear()
     assert reader.living.num_bytes == 0, "the cache gives way to requests"
@@ -178,6 +244,8 @@ def test_options_of_the_processor(reader):
         reader.prepare(inputs(PIXELS, max_pixel=1))
     with pytest.raises(RequestError, match="must be JSON values"):
         reader.prepare(inputs(PIXELS, max_pixels=object()))
+    with pytest.raises(RequestError, match="did you mean max_pixels"):
+        reader.expand([1, 2], inputs(max_pixel=1))
     with pytest.raises(ConfigError, match="mm_processor_kwargs takes"):
         new_reader(adjusted={"crop": 1})
     limited = new_reader(adjusted={"max_pixels": 3136})

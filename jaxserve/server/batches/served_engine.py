@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxserve.api.sampling_params import SamplingParams
     from jaxserve.api.token_ids import TokenIds
     from jaxserve.core.growing_outputs import RequestGroup
+    from jaxserve.images.reader import ImageReader
     from jaxserve.server.service import Service
     from jaxserve.server.streams import Streams
     from jaxserve.text.tokenizer import Tokenizer
@@ -61,6 +62,15 @@ class ServedEngine:
         """Tokenizer of prompts."""
         return self._engine.tokenizer
 
+    @property
+    def images(self) -> ImageReader | None:
+        """Reader of images in chats."""
+        return self._engine.reader.images
+
+    def salt(self, cache_salt: str | None) -> str | None:
+        """Return the salt of prefix cache and named images, which hides the tenant's prompts from others."""
+        return tenant_salt(self._tenant, cache_salt) if self._has_key else cache_salt
+
     def add_request(
         self,
         request_id: str,
@@ -75,10 +85,9 @@ class ServedEngine:
         Raises:
             RequestError: the engine cannot serve it, or it needs more tokens than the tenant's rate ever allows.
         """
-        salt = tenant_salt(self._tenant, cache_salt) if self._has_key else cache_salt
         whose, lora_request = (self._tenant, self._priority), None if adapter is None else LoRARequest(adapter)
         group = self._engine.reader.read(
-            f"{self._name}/{request_id}", prompt, params, salt, *whose, lora_request=lora_request
+            f"{self._name}/{request_id}", prompt, params, self.salt(cache_salt), *whose, lora_request=lora_request
         )
         excess = self._limits.excess(self._limited, tokens_to_take(group.requests), time.monotonic())
         if excess is not None and excess.wait_s == math.inf:
