@@ -250,6 +250,8 @@ class StartPlanner:
                 return True
             if copied and request.num_kept_tokens:
                 return False  # soon the pages fit: it takes over the partly filled ones once they are stored
+            if copied:
+                cached = ledger.store.index.match(request, with_last=False)
         return self._start(request, cached, [], num_kept, plan)
 
     def _start(self, request: Request, cached: list[int], copied: list[int], num_kept: int, plan: StepPlan) -> bool:

@@ -14,6 +14,7 @@ from jaxserve.core.events import (
     Withdrawn,
 )
 from jaxserve.scheduling.request import FinishReason, RequestStatus
+from jaxserve.scheduling.step_plan import StepPlan
 from tests.random_runs import examples
 
 PROMPTS = st.builds(
@@ -281,6 +282,25 @@ def test_swapped_requests_compute_nothing_again(depth, max_steps, page_size, win
     assert tiers.mover.counts["loaded"] > 3
     assert (tiers.mover.counts["kept"] > 3) == (num_snapshots is not None)
     tiers.replay()
+
+
+def test_a_beam_starts_without_the_last_page_of_a_swapped_request_if_a_copy_of_it_does_not_fit():
+    """The only state is the one after that page, so that the full pages before it are computed again."""
+    tiers = Tiers(page_size=2, num_pages=7, num_snapshots=1, tier_pages=(40,))
+    other = tiers.add(make_request("other", [9, 9], 5))
+    tiers.step()
+    swapped = tiers.add(make_request("swapped", [1, 2, 3, 4, 5, 6], 4))
+    tiers.step()
+    tiers.step()
+    tiers.end_all()
+    tiers.scheduler.shards[0].ledger.preempt(swapped, StepPlan(0))
+    tiers.finish(swapped)
+    tiers.end_all()
+    beam = tiers.add(make_request("beam", [*swapped.tokens(0, 7), 8], 3, shares_last_page=True))
+    tiers.step()
+    assert (beam.status, beam.num_cached_tokens) == (RequestStatus.RUNNING, 0)
+    tiers.drain()
+    assert [each.output_token_ids for each in (other, beam)] == [generate_alone(each)[0] for each in (other, beam)]
 
 
 def test_without_a_tier_preempted_requests_recompute_evicted_pages():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Container
+from functools import partial
 from typing import NamedTuple
 
 from jaxserve.scheduling.kv_cache.group_kinds import (
@@ -93,14 +94,19 @@ class PrefixIndex:
             return False
         return not self._full.groups or num_blocks < 1 or self.has(self.hashes(request)[num_blocks - 1])
 
-    def match(self, request: Request) -> list[int]:
+    def match(self, request: Request, *, with_last: bool = True) -> list[int]:
         """Return the pages of a request's longest cached prefix, block by block, without taking references.
 
-        At least one known token is left over, because sampling needs the last one's hidden state. A recurrent layer may
-        continue from the state after the partly filled page of `match_last`.
+        At least one known token is left over, because sampling needs the last one's hidden state.
+
+        Args:
+            request: waiting request.
+            with_last: True if recurrent layers may continue from the state after the partly filled page of
+                `match_last`; False if the request starts without that page.
         """
         hashes = self._matchable_hashes(request)
-        hashes = hashes[: self._num_hit(request, hashes, self._cached)]
+        find = partial(self._num_hit, request) if with_last else partial(longest_hit, self._kinds)
+        hashes = hashes[: find(hashes, self._cached)]
         size = self._groups.size
         if size == 1 and self._full.groups:
             return [self.page_by_hash[0][page_hash] for page_hash in hashes]
