@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jaxserve.core.adapter_names import AdapterSource, LoadedAdapter
     from jaxserve.core.status import MemoryState
     from jaxserve.execution.roofline import Device
+    from jaxserve.images.prepared import ImageSpan
     from jaxserve.models.arch import ArchConfig
     from jaxserve.models.params import Params
 
@@ -155,9 +156,9 @@ class CoreClient:
         device: Device = self._call("describe_device")
         return device
 
-    def save_pages(self, token_ids: TokenIds, salt: str) -> int:
+    def save_pages(self, token_ids: TokenIds, salt: str, images: tuple[ImageSpan, ...] = ()) -> int:
         """Write the stored pages durably, and return how many of these tokens have theirs on disk."""
-        num_tokens: int = self._call("save_pages", token_ids, salt)
+        num_tokens: int = self._call("save_pages", token_ids, salt, images)
         return num_tokens
 
     def kv_bytes(self, num_tokens: int) -> int:

@@ -23,6 +23,7 @@ from jaxserve.core.step_chooser import StepChooser
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.batch import MAX_EOS_IDS
 from jaxserve.execution.roofline import Device
+from jaxserve.images.prepared import without_patches
 from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.system.collection import collecting_later
 from jaxserve.text.loading import load_tokenizer
@@ -130,7 +131,7 @@ class Engine:
             RequestError: there is no such conversation, or it cannot be saved.
         """
         session = self.sessions.latest(name, tenant)
-        num_stored = self.host.save_pages(session.token_ids, session.salt)
+        num_stored = self.host.save_pages(session.token_ids, session.salt, without_patches(session.images))
         return SavedSession(self.sessions.write(session, saved_as or name), num_stored)
 
     # Weights and memory

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from jaxserve.assembly.parameters import Weights
     from jaxserve.core.adapter_names import AdapterSource, LoadedAdapter
     from jaxserve.core.status import MemoryState
+    from jaxserve.images.prepared import ImageSpan
     from jaxserve.models.arch import ArchConfig
     from jaxserve.models.params import Params
     from jaxserve.scheduling.executor_protocol import Executor
@@ -220,7 +221,7 @@ class CoreHost:
         """Return the device that the core runs on."""
         return describe_device()
 
-    def save_pages(self, token_ids: TokenIds, salt: str) -> int:
+    def save_pages(self, token_ids: TokenIds, salt: str, images: tuple[ImageSpan, ...] = ()) -> int:
         """Write the stored pages durably, and return how many of these tokens have theirs on disk.
 
         Callable from any thread.
@@ -228,8 +229,9 @@ class CoreHost:
         Args:
             token_ids: tokens of a sequence that no request uses.
             salt: its prefix cache namespace.
+            images: its images.
         """
-        return max([replica.save_pages(token_ids, salt) for replica in self.core.replicas])
+        return max([replica.save_pages(token_ids, salt, images) for replica in self.core.replicas])
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Return the size of a number of tokens in a replica's pool; callable from any thread."""

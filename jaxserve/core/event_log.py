@@ -21,7 +21,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.sparsity_config import EvictionConfig, read_budget
 from jaxserve.core.events import Added, Finished, ReplicaEvent, Scheduled, replay
 from jaxserve.errors import ConfigError
-from jaxserve.images.prepared import ImageSpan, PreparedImage
+from jaxserve.images.prepared import NO_PATCHES, ImageSpan, PreparedImage
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 from jaxserve.scheduling.request import LOGGED_FIELDS, FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -164,7 +164,7 @@ def _image_to_json(span: ImageSpan) -> list[Any]:
 
 def _read_image(digest: str, rows: int, columns: int, start: int, tokens: list[int]) -> ImageSpan:
     """Return the image that `_image_to_json` has written, without patches."""
-    image = PreparedImage(bytes.fromhex(digest), np.zeros((0, 0), np.float32), (rows, columns), len(tokens))
+    image = PreparedImage(bytes.fromhex(digest), NO_PATCHES, (rows, columns), len(tokens))
     return ImageSpan(image, start, np.array(tokens, np.int32))
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
     from jaxserve.api.metrics import EngineStats
     from jaxserve.api.token_ids import TokenIds
+    from jaxserve.images.prepared import ImageSpan
     from jaxserve.models.arch import ArchConfig
     from jaxserve.scheduling.kv_cache.transfers import PageMover
 
@@ -169,7 +170,7 @@ class Replica:
         if events and self.publisher is not None:
             self.publisher.publish(events)
 
-    def save_pages(self, token_ids: TokenIds, salt: str) -> int:
+    def save_pages(self, token_ids: TokenIds, salt: str, images: tuple[ImageSpan, ...] = ()) -> int:
         """Write the stored pages durably; return how many of a sequence's first tokens have theirs in a tier that
         survives.
 
@@ -178,6 +179,7 @@ class Replica:
         Args:
             token_ids: tokens of the sequence.
             salt: its prefix cache namespace.
+            images: its images.
         """
         if self.mover is None:
             return 0
@@ -187,7 +189,7 @@ class Replica:
         self.mover.sync()
         groups = self.executor.schedule.kv_groups
         tiers = [tier for tier in self._tiers if tier.outlives_device]
-        hashes = PrefixHashes(groups.page_size).prompt_pages(token_ids, salt.encode(errors="surrogatepass"))
+        hashes = PrefixHashes(groups.page_size).prompt_pages(token_ids, salt.encode(errors="surrogatepass"), images)
         group = groups.full[0] if groups.full else 0
 
         def is_stored(group: int, page_hash: bytes) -> bool:

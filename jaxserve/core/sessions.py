@@ -1,8 +1,9 @@
 """Sessions: conversations that can be saved by name, and continued by a later engine.
 
 The engine remembers each conversation's latest tokens, by its `ReuseHint.group`. Saving a conversation writes them to a
-file next to the disk tier's pages, after the pages themselves. Nothing depends on the pages: missing ones are computed
-again, and a page is found only by its hash over salt and tokens, in a file for the same weights.
+file next to the disk tier's pages, after the pages themselves, and its images' patches to another file. Nothing depends
+on the pages: missing ones are computed again, and a page is found only by its hash over salt, tokens and images, in a
+file for the same weights.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,8 +21,10 @@ from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
+from jaxserve.core import session_images
 from jaxserve.core.prompt import USER_SALT
 from jaxserve.errors import RequestError, brief
+from jaxserve.images.prepared import ExpandedPrompt, ImageSpan, num_patch_bytes
 from jaxserve.system.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 MAX_TURNS = 4096  # conversations whose latest turn is remembered
 MAX_TOKENS = 2**24  # tokens in these, of up to 40 bytes each
+MAX_PATCH_BYTES = 2**29  # patches of their images
 MAX_NAME_LEN = 256
 _VERSION = 1
 RESTORING = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # parameters for `Session.prompt`
@@ -69,6 +73,7 @@ class Session:
         salt: prefix cache namespace for its pages.
         tenant: owner; empty without tenants.
         created_s: time when it was saved, in seconds since 1970; 0 before.
+        images: images in its prompt; without their patches if it is from a list.
     """
 
     name: str
@@ -76,12 +81,16 @@ class Session:
     salt: str
     tenant: str = ""
     created_s: float = 0.0
+    images: tuple[ImageSpan, ...] = ()
 
     def prompt(self, max_tokens: int) -> dict[str, Any]:
         """Return the prompt that loads or computes its pages, of at most `max_tokens` tokens."""
         salt = self.salt.removeprefix(USER_SALT)
         hint = ReuseHint(self.name)
-        return {"prompt_token_ids": self.token_ids[:max_tokens], "cache_salt": salt or None, "reuse": hint}
+        end = min([max_tokens, *(span.start for span in self.images if span.end > max_tokens)])
+        images = [span for span in self.images if span.end <= end]
+        token_ids = ExpandedPrompt(self.token_ids[:end], images)
+        return {"prompt_token_ids": token_ids, "cache_salt": salt or None, "reuse": hint}
 
     def renamed(self, name: str) -> Session:
         """Return a session with another name."""
@@ -131,8 +140,8 @@ class Sessions:
         self._directory, self._quota = directory, quota
         self._writing = threading.Lock()  # held from the check of the quota until the file is written
         self._latest: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        self._num_tokens = 0  # in the latest turns
-        self._lock = threading.Lock()  # guards both
+        self._num_tokens = self._num_patch_bytes = 0  # in the latest turns
+        self._lock = threading.Lock()  # guards all three
 
     @classmethod
     def at(cls, kv_offloading_path: str | None, quota: SessionQuota, *, has_prefix_cache: bool) -> Sessions:
@@ -150,7 +159,8 @@ class Sessions:
             self.forget(request.reuse.group, request.tenant)
             return
         tokens = [*request.prompt_token_ids, *group.output.outputs[0].token_ids]
-        self.remember(Session(request.reuse.group, tokens, request.salt.decode(errors="surrogatepass"), request.tenant))
+        salt = request.salt.decode(errors="surrogatepass")
+        self.remember(Session(request.reuse.group, tokens, salt, request.tenant, images=request.images))
 
     def remember(self, session: Session) -> None:
         """Make a session its conversation's latest turn."""
@@ -159,7 +169,12 @@ class Sessions:
             self._remove(key)
             self._latest[key] = session
             self._num_tokens += len(session.token_ids)
-            while len(self._latest) > MAX_TURNS or self._num_tokens > MAX_TOKENS:
+            self._num_patch_bytes += num_patch_bytes(session.images)
+            while (
+                len(self._latest) > MAX_TURNS
+                or self._num_tokens > MAX_TOKENS
+                or self._num_patch_bytes > MAX_PATCH_BYTES
+            ):
                 self._remove(next(iter(self._latest)))
 
     def latest(self, name: str, tenant: str = "") -> Session:
@@ -167,8 +182,9 @@ class Sessions:
         self._require()
         if (session := self._latest.get((tenant, name))) is None:
             raise UnknownSessionError(
-                f"no request of this engine belongs to the session {brief(name)}, or its latest one has an adapter; "
-                "give its requests this session_id, or a ReuseHint with this group"
+                f"no request of this engine belongs to the session {brief(name)}, its latest one has an adapter, or "
+                "later ones of other sessions have too many tokens or images; give its requests this session_id, or a "
+                "ReuseHint with this group"
             )
         return session
 
@@ -186,13 +202,17 @@ class Sessions:
             RequestError: the name is too long, or the file cannot be written.
         """
         path = self._path(name, session.tenant)
-        saved = Session(name, session.token_ids, session.salt, session.tenant, time.time())
-        content = json.dumps({"version": _VERSION, **asdict(saved)}).encode()
+        saved = replace(session, name=name, created_s=time.time())
+        content = json.dumps({"version": _VERSION, **_to_json(saved)}).encode()
+        patches = session_images.pack_patches(session.images) if session.images else b""
         with self._writing:
             try:
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._check_quota(path, session.tenant, len(content))
+                self._check_quota(path, session.tenant, len(content) + len(patches))
+                if patches:
+                    write_whole(_patches_path(path, saved), patches, is_durable=True)
                 write_whole(path, content, is_durable=True)
+                _drop_patches(path, saved)
             except OSError as error:
                 raise RequestError(f"the session {brief(name)} cannot be saved: {error.strerror}") from error
         return saved
@@ -201,9 +221,11 @@ class Sessions:
         """Raise SessionQuotaError if an owner may not have a file of this size in addition to the others."""
         if self._quota is None:
             return
-        others = [each.stat().st_size for each in self._files(tenant) if each != path]
+        num_others = sum(each != path for each in self._files(tenant))
+        files = self._require().glob(f"{_digest(tenant)}-*")
+        others = [each.stat().st_size for each in files if not each.name.startswith(path.stem)]
         max_sessions, max_bytes = self._quota
-        if len(others) >= max_sessions:
+        if num_others >= max_sessions:
             raise SessionQuotaError(
                 f"max_saved_sessions={max_sessions:,} conversations are saved already; delete one, or raise it"
             )
@@ -215,10 +237,12 @@ class Sessions:
 
     def read(self, name: str, tenant: str = "") -> Session:
         """Return a saved session; UnknownSessionError if there is none."""
-        session = _read(self._path(name, tenant))
-        if session is None or (session.name, session.tenant) != (name, tenant):
-            raise UnknownSessionError(f"there is no saved session {brief(name)}; save it first")
-        return session
+        path = self._path(name, tenant)
+        with self._writing:  # a writer replaces two files
+            session = self._require_saved(path, name, tenant)
+            if not session.images:
+                return session
+            return replace(session, images=session_images.read_patches(session.images, _patches_path(path, session)))
 
     def list(self, tenant: str = "") -> list[Session]:
         """Return a tenant's saved sessions, the latest first."""
@@ -228,15 +252,28 @@ class Sessions:
 
     def delete(self, name: str, tenant: str = "") -> None:
         """Delete a saved session; UnknownSessionError if there is none. Its pages age as others do."""
-        path = self._path(self.read(name, tenant).name, tenant)
-        path.unlink(missing_ok=True)
+        path = self._path(name, tenant)
+        with self._writing:
+            self._require_saved(path, name, tenant)
+            path.unlink(missing_ok=True)
+            _drop_patches(path)
+
+    @staticmethod
+    def _require_saved(path: Path, name: str, tenant: str) -> Session:
+        """Return the session in a file, without its images' patches; UnknownSessionError if it is another one."""
+        session = _read(path)
+        if session is None or (session.name, session.tenant) != (name, tenant):
+            raise UnknownSessionError(f"there is no saved session {brief(name)}; save it first")
+        return session
 
     def _remove(self, key: tuple[str, str]) -> int:
         """Forget the latest turn of a conversation, if it is known; return its number of tokens."""
         session = self._latest.pop(key, None)
-        num_tokens = 0 if session is None else len(session.token_ids)
-        self._num_tokens -= num_tokens
-        return num_tokens
+        if session is None:
+            return 0
+        self._num_tokens -= len(session.token_ids)
+        self._num_patch_bytes -= num_patch_bytes(session.images)
+        return len(session.token_ids)
 
     def _require(self) -> Path:
         """Return the directory; NoSessionsError if there is none."""
@@ -263,12 +300,32 @@ def _digest(*names: str) -> str:
     return blake2b(json.dumps(names).encode(), digest_size=16).hexdigest()
 
 
+def _patches_path(path: Path, session: Session) -> Path:
+    """Return the file beside a session's that has its images' patches."""
+    return path.with_name(f"{path.stem}-{session_images.content_name(session.images)}.npz")
+
+
+def _drop_patches(path: Path, kept: Session | None = None) -> None:
+    """Delete the patches beside a session's file, but for those of the session that it now has."""
+    own = None if kept is None or not kept.images else _patches_path(path, kept)
+    for each in path.parent.glob(f"{path.stem}-*.npz"):
+        if each != own:
+            each.unlink(missing_ok=True)
+
+
+def _to_json(session: Session) -> dict[str, Any]:
+    """Return a session's fields in types that JSON has."""
+    content = {field.name: getattr(session, field.name) for field in fields(session)}
+    return content | {"images": list(map(session_images.to_json, session.images))}
+
+
 def _read(path: Path) -> Session | None:
     """Return the session in a file; None if there is none, or another version's."""
     try:
         content: Any = json.loads(path.read_bytes())
         if content.pop("version") != _VERSION:
             return None
-        return Session(**content)
+        images = tuple(session_images.from_json(*each) for each in content.pop("images", ()))
+        return Session(**content, images=images)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

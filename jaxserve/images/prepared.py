@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+
+NO_PATCHES = np.zeros((0, 0), np.float32)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class PreparedImage:
     def num_bytes(self) -> int:
         """Bytes of host memory that the patches take."""
         return self.patches.nbytes
+
+    def with_patches(self, patches: NDArray[np.float32] = NO_PATCHES) -> PreparedImage:
+        """Return the image with these patches; by default with none, if only its identity counts."""
+        return replace(self, patches=patches)
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,16 @@ class ExpandedPrompt(list[int]):
     def __init__(self, token_ids: Iterable[int], images: Sequence[ImageSpan] = ()) -> None:
         super().__init__(token_ids)
         self.images = tuple(images)
+
+
+def without_patches(spans: Iterable[ImageSpan]) -> tuple[ImageSpan, ...]:
+    """Return a prompt's images without their patches."""
+    return tuple(replace(span, image=span.image.with_patches()) for span in spans)
+
+
+def num_patch_bytes(spans: Iterable[ImageSpan]) -> int:
+    """Return the bytes of the patches in a prompt; an image counts once."""
+    return sum({span.image.digest: span.image.num_bytes for span in spans}.values())
 
 
 def count_embeddings(spans: Sequence[ImageSpan]) -> int:

@@ -69,10 +69,14 @@ class Served:
         """Return an engine with these options, without cached pages."""
         key = (*sorted(options.items()),)
         if key not in self._engines:
-            with few_programs():
-                self._engines[key] = DrivenEngine(EngineConfig(str(self.path), **SIZES | options))
+            self._engines[key] = self.new_engine(**options)
         self._engines[key].reset_prefix_cache()
         return self._engines[key]
+
+    def new_engine(self, **options: Any) -> DrivenEngine:
+        """Start an engine with these options."""
+        with few_programs():
+            return DrivenEngine(EngineConfig(str(self.path), **SIZES | options))
 
     def add(self, engine: DrivenEngine, request_id: str, prompt: Any, **options: Any) -> RequestOutput:
         """Queue a prompt, for greedy tokens."""

@@ -7,6 +7,7 @@ from struct import calcsize, pack
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
+from jaxserve.images.prepared import ImageSpan
 from jaxserve.scheduling.request import Request
 
 DIGEST_SIZE = 16
@@ -43,10 +44,10 @@ class PrefixHashes:
             self._extend(hashes, request, num_full)
         return hashes
 
-    def prompt_pages(self, token_ids: TokenIds, salt: bytes) -> list[bytes]:
+    def prompt_pages(self, token_ids: TokenIds, salt: bytes, images: tuple[ImageSpan, ...] = ()) -> list[bytes]:
         """Return the hashes of any sequence's full pages."""
-        num_full = len(token_ids) // self._page_size
-        return self.full_pages(Request("", token_ids, SamplingParams(), 0, len(token_ids) + 1, salt=salt))[:num_full]
+        limit, num_full = len(token_ids) + 1, len(token_ids) // self._page_size
+        return self.full_pages(Request("", token_ids, SamplingParams(), 0, limit, salt=salt, images=images))[:num_full]
 
     def last_page(self, request: Request, num_tokens: int) -> bytes:
         """Return the hash of the partly filled page that holds token `num_tokens - 1`."""
