@@ -56,7 +56,8 @@ class StepPlanner:
         for shard, plan in parts:
             shard.decode(plan, limits)
         max_prefill_tokens = self._deadlines.max_prefill_tokens(plans, choice.timing)
-        for shard, plan in parts:
+        first = step_id % len(parts)  # shards take turns to be the first to encode images, as they share a step's limit
+        for shard, plan in [*parts[first:], *parts[:first]]:
             shard.fill(plan, max_prefill_tokens)
         self._deadlines.note_first_tokens(plans, choice.timing)
         return plans

@@ -151,6 +151,23 @@ def test_whole_images_beyond_a_deadline_take_the_others_tokens(monkeypatch: pyte
     drain(scheduler, device)
 
 
+def test_no_shard_waits_forever_for_a_step_that_others_fill() -> None:
+    """Shards share the embeddings that a step encodes; each has requests all the time."""
+    sizes = SIZES | {"max_num_batched_tokens": 48, "max_num_seqs": 8, "num_pages": 400}
+    scheduler = Scheduler(ScheduleConfig(**sizes, num_encoder_rows=4 * NUM_ROWS, num_data_shards=2))
+    device, num_added, added_at = Device(), 0, dict[str, int]()
+    for number in range(40):
+        while len(scheduler.running) + scheduler.num_waiting < 8:
+            prompt: list[int | PreparedImage] = [image(num_added, 20 if num_added % 2 else 14), 1]
+            scheduler.add(request(str(num_added), prompt, arrival=num_added))
+            added_at[str(num_added)] = number
+            num_added += 1
+        plan = step(scheduler, device)
+        for each in plan.requests:
+            assert number - added_at[each.request_id] < 20
+    assert all(shard.ledger.running for shard in scheduler.shards)
+
+
 def test_images_that_never_fit_are_refused() -> None:
     with pytest.raises(RequestError, match="at most 64 tokens, the size of the encoder cache, got 65"):
         EncoderCache(NUM_ROWS).check_fits(request("0", [image(1, 65)]))
