@@ -82,7 +82,9 @@ class MovedPools:
     def gather(self, state: ServeState, pages: Sequence[int], size: int) -> list[Page]:
         """Dispatch copies to host memory, by the program for `size` pages, and return them."""
         found = self.programs[f"gather_{self.name} {size}"](self.access.read(state), self._ids(pages, size))
-        return [jax.tree.leaves(page) for page in found[: len(pages)]]
+        leaves = jax.tree.leaves(found)
+        per_page = len(leaves) // size
+        return [leaves[start : start + per_page] for start in range(0, len(pages) * per_page, per_page)]
 
     def scatter(self, state: ServeState, pages: Sequence[int], contents: Sequence[Page], size: int) -> ServeState:
         """Dispatch copies to pages, by the program for `size` pages, and return the state with them."""

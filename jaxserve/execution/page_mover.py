@@ -73,6 +73,8 @@ class PageMover:
     def start_moves(self, requested: Requested) -> None:
         """Start the work that the scheduler requested while a plan was made; call it after the plan's step."""
         self._end(requested.forgotten, ok=False)
+        if not requested.work and not requested.is_cleared:
+            return
         moves = [each for each in requested.work if isinstance(each, Move)]
         if self._is_closed:
             self._end(moves, ok=False)
@@ -86,16 +88,23 @@ class PageMover:
             for medium in self._media:
                 medium.use_weights()
         gathered = self._gather([move for move in moves if move.source == DEVICE])
+        stored = []
         for each in requested.work:
             if isinstance(each, Deletion):
                 self._medium(each.tier).delete(each.content)
             elif each.source == DEVICE:
-                self._store(each, gathered.get(each.key))
+                page = gathered.get(each.key)
+                if page is not None and self._medium(each.target).put(each.content, page, _ignore):
+                    stored.append(each)
+                else:
+                    self._stats.num_dropped_pages += 1
+                    self._end([each], ok=False)
             elif each.is_load:
                 self._loading[each.key] = each
                 self._medium(each.source).get(each.content, partial(self._note_read, each))
             else:
                 self._medium(each.source).get(each.content, partial(self._pass_on, each))
+        self._end(stored, ok=True)  # the device pages themselves are not needed any more
 
     def page_s(self) -> list[float]:
         """Return the time to load a page from each medium: measured reads, and the copy to the device."""
@@ -139,12 +148,6 @@ class PageMover:
                 gathered |= zip([move.key for move in batch], pages, strict=True)
         return gathered
 
-    def _store(self, move: Move, page: Page | None) -> None:
-        """Pass a device page's copy to its medium, and end the move: the page itself is not needed any more."""
-        is_taken = page is not None and self._medium(move.target).put(move.content, page, lambda ok: None)
-        self._stats.num_dropped_pages += not is_taken
-        self._end([move], ok=is_taken)
-
     def _note_read(self, move: Move, page: Page | None) -> None:
         """Note a page that was read for a load, on any thread."""
         self._read.append((move, page))
@@ -165,6 +168,8 @@ class PageMover:
 
     def take_ended(self) -> list[EndedMoves]:
         """Return the moves that have ended since the last call, after dispatching the copies of loaded pages."""
+        if not (self._read or self._copied or self._ended):
+            return []
         for move, ok in _taken(self._copied):
             self._end([move], ok=ok)
         read = [(move, page) for move, page in _taken(self._read) if self._loading.pop(move.key, None) is not None]
@@ -198,6 +203,10 @@ class PageMover:
         self._is_closed = True
         for medium in self._media:
             medium.close()
+
+
+def _ignore(ok: bool) -> None:
+    """Do nothing about the end of a store: its page is lost if it has failed, and is computed again."""
 
 
 def _taken(items: deque[Any]) -> list[Any]:

@@ -150,6 +150,14 @@ def assert_same(got: RequestOutput, expected: RequestOutput, what: object = "") 
     assert_close(got.prompt_logprobs, expected.prompt_logprobs)
 
 
+def assert_bitwise(got: RequestOutput, expected: RequestOutput) -> None:
+    """Check for equal tokens and endings, and for the same bits in all log probabilities."""
+    assert_same(got, expected)
+    for a, b in zip(got.outputs, expected.outputs, strict=True):
+        assert a.logprobs == b.logprobs
+    assert got.prompt_logprobs == expected.prompt_logprobs
+
+
 def assert_close(
     got: Sequence[dict[int, Logprob] | None] | None, expected: Sequence[dict[int, Logprob] | None] | None
 ) -> None:

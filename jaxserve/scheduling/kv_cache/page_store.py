@@ -400,9 +400,9 @@ class PageStore:
 
     def _store_below(self, pages: Iterable[int]) -> None:
         """Begin to store cached pages in the next tier, if it lacks them and can take them."""
-        states, content = self._pages.states, self._pages.content
+        states, content, store = self._pages.states, self._pages.content, self._transfers.store
         for page in pages:
-            if page != RELEASED and states[page] is CACHED and self._transfers.store(page, content[page]):
+            if page != RELEASED and states[page] is CACHED and store(page, content[page]):
                 states[page] = STORING
 
     def reset(self, running: Iterable[Request]) -> None:

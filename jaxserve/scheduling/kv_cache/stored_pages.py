@@ -88,6 +88,9 @@ class StoredPages:
 
     def victim(self) -> PageKey | None:
         """Return the page to delete first; None if there is none, or all are being loaded."""
+        oldest = [next(self._aged(level)) for level, used in enumerate(self._used) if used]
+        if not oldest or (key := min(oldest)[1]) not in self._num_loads:
+            return key if oldest else None
         by_age = merge(*map(self._aged, range(NUM_LEVELS)))
         return next((key for _, key in by_age if key not in self._num_loads), None)
 

@@ -131,7 +131,7 @@ class PageMover(Protocol):
         """Complete the stores and free all resources."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Transfer:
     """A move that has not ended.
 
@@ -206,7 +206,8 @@ class Transfers:
     @property
     def has_requested(self) -> bool:
         """True if work was requested that nobody has taken yet; callable from any thread."""
-        return bool(self._requested.work)
+        forgotten, is_cleared, work = self._requested
+        return bool(work or forgotten or is_cleared)
 
     def reaches(self, group: int, page_hash: object) -> bool:
         """Return whether a page can be loaded from a tier that is faster than computing, or is being loaded."""
@@ -218,13 +219,14 @@ class Transfers:
         key = PageKey(*content[:2])
         source = next(number for number, tier in enumerate(self.tiers, 1) if key in tier)
         self.loading[content[:2]] = page
-        move = self._begin(source, DEVICE, page, content)
+        move = self._begin(source, DEVICE, page, key, content)
         self._tier(source).load(move.key, key)
         return self._tier(source).name
 
     def store(self, page: int, content: Content) -> bool:
         """Begin to store a page in the first lower tier; return False if it has the page or cannot take it."""
-        if not self.tiers or content[:2] in self.tiers[0] or content[:2] in self.loading:
+        key = content[:2]
+        if not self.tiers or key in self.tiers[0] or key in self.loading:
             return False
         return self._copy(DEVICE, page, content)
 
@@ -235,7 +237,7 @@ class Transfers:
         before the first ones, without which they are useless.
         """
         for tier in self.tiers:
-            tier.touch(PageKey(*content[:2]))
+            tier.touch(PageKey(content[0], content[1]))
 
     def _tier(self, number: int) -> StoredPages:
         """Return a lower tier by its number."""
@@ -249,11 +251,12 @@ class Transfers:
             page: device page; NO_PAGE if the source is a lower tier.
             content: content of the page.
         """
-        target, key = source + 1, PageKey(*content[:2])
-        if not self._make_space(target, key):
+        target, key = source + 1, PageKey(content[0], content[1])
+        tier = self._tier(target)
+        if not (tier.fits(key) or self._make_space(target, key)):
             return False
-        move = self._begin(source, target, page, content)
-        self._tier(target).store(move.key, key)
+        move = self._begin(source, target, page, key, content)
+        tier.store(move.key, key)
         if source != DEVICE:
             self._tier(source).load(move.key, key)
         return True
@@ -278,9 +281,9 @@ class Transfers:
             self._requested.work.append(Deletion(number, victim))
         return True
 
-    def _begin(self, source: int, target: int, page: int, content: Content) -> Move:
+    def _begin(self, source: int, target: int, page: int, key: PageKey, content: Content) -> Move:
         """Request a new move, which is recorded until it ends, and return it."""
-        move = Move(next(self._keys), source, target, page, PageKey(*content[:2]))
+        move = Move(next(self._keys), source, target, page, key)
         transfer = self._by_key[move.key] = Transfer(move, content)
         if page != NO_PAGE:
             self._by_place[move.place] = transfer
@@ -315,7 +318,7 @@ class Transfers:
         if move.target != DEVICE:
             if not transfer.is_useful:
                 self._delete(move.target, move.content, key)
-            elif move.content in self._tier(move.target):
+            elif move.target < len(self.tiers) and move.content in self._tier(move.target):
                 self._copy_down(move.target, move.content)
         elif self.loading.get(move.content) == move.page:
             del self.loading[move.content]
