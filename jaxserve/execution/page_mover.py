@@ -79,26 +79,15 @@ class PageMover:
         if self._is_closed:
             self._end(moves, ok=False)
             return
-        if requested.is_cleared:
-            self._is_cleared = True
-            for medium in self._media:
-                medium.clear()
-        if moves and self._is_cleared:  # not earlier: the weights may be replaced or asleep until a step
-            self._is_cleared = False
-            for medium in self._media:
-                medium.use_weights()
+        self._prepare_media(is_cleared=requested.is_cleared, are_used=bool(moves))
         gathered = self._gather([move for move in moves if move.source == DEVICE])
         stored = []
         for each in requested.work:
             if isinstance(each, Deletion):
                 self._medium(each.tier).delete(each.content)
             elif each.source == DEVICE:
-                page = gathered.get(each.key)
-                if page is not None and self._medium(each.target).put(each.content, page, _ignore):
+                if self._store(each, gathered.get(each.key)):
                     stored.append(each)
-                else:
-                    self._stats.num_dropped_pages += 1
-                    self._end([each], ok=False)
             elif each.is_load:
                 self._loading[each.key] = each
                 self._medium(each.source).get(each.content, partial(self._note_read, each))
@@ -147,6 +136,25 @@ class PageMover:
                     return gathered
                 gathered |= zip([move.key for move in batch], pages, strict=True)
         return gathered
+
+    def _prepare_media(self, *, is_cleared: bool, are_used: bool) -> None:
+        """Empty the media if all content is deleted, and let them use other weights before their next pages."""
+        if is_cleared:
+            self._is_cleared = True
+            for medium in self._media:
+                medium.clear()
+        if are_used and self._is_cleared:  # not earlier: the weights may be replaced or asleep until a step
+            self._is_cleared = False
+            for medium in self._media:
+                medium.use_weights()
+
+    def _store(self, move: Move, page: Page | None) -> bool:
+        """Pass a device page's copy to its medium; end the move and return False if it cannot take the page."""
+        if page is not None and self._medium(move.target).put(move.content, page, _ignore):
+            return True
+        self._stats.num_dropped_pages += 1
+        self._end([move], ok=False)
+        return False
 
     def _note_read(self, move: Move, page: Page | None) -> None:
         """Note a page that was read for a load, on any thread."""
