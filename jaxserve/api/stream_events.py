@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,10 +33,12 @@ class OutputReader:
 
     Args:
         output: growing output, which must not change while `read` runs.
+        starts: numbers of characters and of tokens that count as read, by the completion's index.
     """
 
-    def __init__(self, output: RequestOutput) -> None:
-        self._open = [_Position(completion) for completion in output.outputs]
+    def __init__(self, output: RequestOutput, starts: Mapping[int, tuple[int, int]] | None = None) -> None:
+        starts = starts or {}
+        self._open = [_Position(completion, *starts.get(completion.index, ())) for completion in output.outputs]
 
     def read(self) -> list[Increment]:
         """Return one increment for each completion that has new tokens or has ended since the last call."""
@@ -46,11 +48,11 @@ class OutputReader:
             completion, start = position.completion, position.num_tokens
             token_ids, reason = completion.token_ids, completion.finish_reason
             num_tokens = len(token_ids)
-            if num_tokens == start and reason is None:
+            if num_tokens <= start and reason is None:
                 continue
             text, logprobs = completion.text_since(position.num_chars), completion.logprobs_since(start, num_tokens)
             position.num_chars += len(text)
-            position.num_tokens = num_tokens
+            position.num_tokens = max(num_tokens, start)
             has_ended |= reason is not None
             increments.append(Increment(completion, text, token_ids[start:], logprobs, reason))
         if has_ended:

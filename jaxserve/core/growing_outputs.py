@@ -96,6 +96,14 @@ class RequestGroup:
         """Scheduler requests, one per sample."""
         return [c.request for c in self._completions]
 
+    def continue_from(self, index: int, token_ids: TokenIds) -> None:
+        """Begin sample `index`, which must be new, with output tokens that another engine has sampled."""
+        completion = self._completions[index]
+        completion.request.output_token_ids = list(token_ids)
+        self._extend_text(completion, token_ids, None)
+        completion.output.token_ids += token_ids
+        completion.output.metrics.num_output_tokens = len(token_ids)
+
     def num_prompt_tokens_computed(self, index: int) -> int:
         """Return the number of prompt tokens computed for a sample's first token; 0 after that token."""
         completion = self._completions[index]

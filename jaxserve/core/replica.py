@@ -132,6 +132,7 @@ class Replica:
         self.scheduler.add(request)
         self._record_event(Added(request))
         if request.constraint is not None:
+            request.constraint.advance(request.output_token_ids)  # another engine may have sampled some
             self._constrained.add(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:

@@ -36,7 +36,13 @@ DONE = b"data: [DONE]\n\n"
 
 
 class AnyReply(ABC):
-    """Reply to one HTTP request, whole or as server-sent events. Subclasses without a stream have only `body`."""
+    """Reply to one HTTP request, whole or as server-sent events. Subclasses without a stream have only `body`.
+
+    Attributes:
+        num_events: numbered events sent so far; 0 if events have no numbers.
+    """
+
+    num_events = 0
 
     @abstractmethod
     def body(self, outputs: Sequence[RequestOutput]) -> Json:

@@ -40,7 +40,6 @@ class ResponseReply(AnyReply):
     def __init__(self, chat: Reply, body: Json) -> None:
         self._chat = chat
         self._items = _Items(chat.response_id)
-        self._num_events = 0
         self._is_cut = False  # True if `max_output_tokens` has ended it
         head = {"id": f"resp_{chat.response_id}", "created_at": chat.created_s}
         self._response = head | _repeated_fields(chat.request, body)
@@ -110,8 +109,8 @@ class ResponseReply(AnyReply):
 
     def _sent_text(self, text: str) -> bytes:
         """Encode and number the event for a text delta without log probabilities, faster than `_sent`."""
-        name, number = f"response.{_TEXT_DELTA}", self._num_events
-        self._num_events += 1
+        name, number = f"response.{_TEXT_DELTA}", self.num_events
+        self.num_events += 1
         return (
             f'event: {name}\ndata: {{"type": "{name}", "sequence_number": {number}, {self._items.text_position}, '
             f'"delta": {encode_basestring_ascii(text)}}}\n\n'
@@ -120,8 +119,8 @@ class ResponseReply(AnyReply):
     def _sent(self, event: Event) -> bytes:
         """Encode and number a server-sent event."""
         name = f"response.{event[0]}"
-        text = json.dumps({"type": name, "sequence_number": self._num_events} | event[1])
-        self._num_events += 1
+        text = json.dumps({"type": name, "sequence_number": self.num_events} | event[1])
+        self.num_events += 1
         return f"event: {name}\ndata: {text}\n\n".encode()
 
 

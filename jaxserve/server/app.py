@@ -224,7 +224,8 @@ class App:
                 status = error_status_at(call.path, error)
                 await http.send_json(call.send, error_body_at(call.path, error), status, headers)
                 return
-            if call.error_events is None:  # a whole reply that cannot be finished
+            is_cut = call.can_move and error.status_code in (500, 503)
+            if is_cut or call.error_events is None:  # or a whole reply that cannot be finished
                 call.abort()
                 return
             body = b"".join(call.error_events(error))

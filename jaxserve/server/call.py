@@ -51,6 +51,7 @@ class Call:
         is_begun: True once the reply has begun.
         header_makers: functions that return further reply headers, called when the reply begins.
         error_events: function from an error to the events that end a streamed reply; None for other replies.
+        can_move: True if another server can continue the stream, so that a failure here cuts it off without events.
         sending_since_s: time since when the client has taken nothing of a part of the reply; None between two parts.
     """
 
@@ -67,6 +68,7 @@ class Call:
         self.client = ":".join(map(str, scope.get("client") or ("-",)))
         self.header_makers: list[Callable[[], http.Headers]] = []
         self.error_events: Callable[[RequestError], Iterable[bytes]] | None = None
+        self.can_move = False
         self.sending_since_s: float | None = None
         self._task = asyncio.current_task()
         self.is_gone = False

@@ -16,6 +16,7 @@ from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import ParsedRequest, naming_fields
 from jaxserve.openai.interfaces import INTERFACES, Interface, invoked_path
 from jaxserve.openai.replies import AnyReply
+from jaxserve.openai.resumption import HEADER, Delivered, ReplyIdentity
 from jaxserve.openai.translation import naming
 from jaxserve.server import http
 from jaxserve.server.http import ClientGoneError
@@ -27,6 +28,7 @@ from jaxserve.server.request_classes import (
     in_session,
     read_objectives,
 )
+from jaxserve.server.resumption import Resumption
 from jaxserve.server.streams import BrokenStepError, Stream
 from jaxserve.server.timeouts import Timeouts, read_timeouts
 
@@ -78,28 +80,33 @@ class Generation:
             BadRequestError: it is refused, or the engine could not compute it.
         """
         admission = self._service.admission
+        identity = ReplyIdentity.from_header(http.header_value(call.headers, HEADER))
+        delivered = Delivered.take_from(body)
         interface = INTERFACES[invoked_path(call.path, body, self._engine.arch.pooler)]
         timeouts = read_timeouts(call.headers, body, streams=bool(body.get("stream")))
         priority = early_priority(body, call.headers, self._objectives)
         admission.check_body(call.tenant, priority, body, timeouts.first_token_s)
         request, groups = await call.read_off_loop(
-            partial(self._read, call, interface, body), needs_time=_needs_time(body)
+            partial(self._read, call, interface, body, identity), needs_time=_needs_time(body)
         )
+        resumption = None
+        if identity is not None or delivered is not None:
+            resumption = Resumption.begin(request, groups, delivered, self._engine.arch.vocab_size)
         self._check_draining()
         priority = groups[0].requests[0].priority
-        response_id = request.request_id or f"{self._random.getrandbits(128):032x}"
+        identity = identity or ReplyIdentity(f"{self._random.getrandbits(128):032x}", int(time.time()), 0)
         reply = interface.new_reply(
             request,
             body,
             self._engine.tokenizer,
-            response_id,
-            created_s=int(time.time()),
+            request.request_id or identity.response_id,
+            created_s=identity.created_s,
             fingerprint=self._service.fingerprint,
         )
         with admission.admitted(call.tenant, priority, groups, timeouts.first_token_s):
             try:
                 left = timeouts.since(came_s, time.monotonic())
-                await self._generate(call, request, groups, reply, left, priority)
+                await self._generate(call, request, groups, reply, left, priority, resumption)
             except BrokenStepError as error:
                 logger.warning("a request has failed: %s", error)
                 message = "the engine could not compute this; try again"
@@ -113,6 +120,7 @@ class Generation:
         reply: AnyReply,
         timeouts: Timeouts,
         priority: int,
+        resumption: Resumption | None,
     ) -> None:
         """Run a request's groups in the engine, and send the reply as a whole or as a stream.
 
@@ -123,11 +131,14 @@ class Generation:
             reply: builder of the reply.
             timeouts: times that are left.
             priority: the request's class.
+            resumption: how another server can continue the stream; None if none can.
         """
         if request.stream:
             call.error_events = reply.error_events
+            call.can_move = resumption is not None
         headers = [(b"x-ignored-params", ",".join(request.ignored).encode())] if request.ignored else []
-        stream = Stream(groups, self._engine.frontend.lock, is_whole=not request.stream)
+        starts = None if resumption is None else resumption.starts
+        stream = Stream(groups, self._engine.frontend.lock, is_whole=not request.stream, starts=starts)
         try:
             with stream.expiring(timeouts.total_s, timeouts.first_token_s):
                 await self._service.admission.turn(priority, stream.through)
@@ -135,7 +146,7 @@ class Generation:
                     self._check_whole(stream)
                 with self._service.streams.opened(stream):
                     if request.stream:
-                        await self._stream(call, stream, reply, headers, has_echo=request.echo)
+                        await self._stream(call, stream, reply, headers, resumption, has_echo=request.echo)
                     else:
                         await self._reply(call, stream, reply, headers, has_echo=request.echo)
         finally:
@@ -144,12 +155,16 @@ class Generation:
             if any(group.params.logprobs is not None or group.params.prompt_logprobs is not None for group in groups):
                 self._service.workers.release(groups)
 
-    def _read(self, call: Call, interface: Interface, body: Json) -> tuple[ParsedRequest, list[RequestGroup]]:
+    def _read(
+        self, call: Call, interface: Interface, body: Json, identity: ReplyIdentity | None
+    ) -> tuple[ParsedRequest, list[RequestGroup]]:
         """Return the request in a body, and its prompts as groups for the engine. On any thread."""
         service = self._service
         request = interface.read(body, partial(service.parse, call=call), self._engine.schedule.max_model_len)
         service.check_size(request)
         request = replace(request, cache_salt=call.salt(request.cache_salt))
+        if identity is not None and request.params.seed is None:
+            request = replace(request, params=replace(request.params, seed=identity.seed))
         request = in_session(in_class(request, call.headers, call.tenant, self._objectives), call.headers)
         if service.keys:
             limits = service.admission.limits.tenant_limits(call.tenant)
@@ -191,13 +206,24 @@ class Generation:
             await call.send_pieces(_pieces(reply, outputs), 200, http.JSON_TYPE, headers)
 
     async def _stream(
-        self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers, *, has_echo: bool
+        self,
+        call: Call,
+        stream: Stream,
+        reply: AnyReply,
+        headers: http.Headers,
+        resumption: Resumption | None,
+        *,
+        has_echo: bool,
     ) -> None:
         """Send the groups' increments as server-sent events when they come, between the first and last events."""
         own = [(b"content-type", http.EVENTS_TYPE), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        if resumption is not None:
+            own.append((HEADER, b"1"))
         await call.send({"type": "http.response.start", "status": 200, "headers": [*own, *headers]})
         repeats_body = call.has_long_body  # some interfaces repeat request fields in replies
-        await self._send_events(call, reply.first_events, is_short=not repeats_body)
+        events_of = reply.events if resumption is None else partial(resumption.events, reply)
+        first_events = reply.first_events if resumption is None else partial(resumption.first_events, reply)
+        await self._send_events(call, first_events, is_short=not repeats_body)
         long_events: asyncio.Task[None] | None = None
         resume = stream.resume  # called when the client has taken enough
 
@@ -212,7 +238,7 @@ class Generation:
             """Write the events for a group's increments; return False if the client must read before the next."""
             nonlocal long_events, resume
             output = stream.groups[number].output
-            make = partial(reply.events, number, output, increments)
+            make = partial(events_of, number, output, increments)
             if repeats_body or num_new_values(output, increments, has_echo=has_echo) > MAX_VALUES:
                 resume = _do_nothing
                 long_events = asyncio.ensure_future(send_long(make))

@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 MAX_WRITING = 1 / 30  # fraction of time for writing stream parts, except first and last ones
 LONGEST_WAIT_S = 0.03  # time that parts wait for that at most, however long writing takes
 Write = Callable[[int, Sequence[Increment]], bool]
+Starts = Mapping[int, tuple[int, int]]
 
 
 class BrokenStepError(RuntimeError):
@@ -53,6 +54,7 @@ class Stream:
         groups: requests from `RequestReader.read`.
         lock: lock that keeps outputs from changing.
         is_whole: True to be notified only at the end.
+        starts: by group, what its reader counts as read; see `OutputReader`.
 
     Attributes:
         groups: the requests.
@@ -62,13 +64,16 @@ class Stream:
         is_late: True once a client timeout has passed.
     """
 
-    def __init__(self, groups: Sequence[RequestGroup], lock: Lock, *, is_whole: bool) -> None:
+    def __init__(
+        self, groups: Sequence[RequestGroup], lock: Lock, *, is_whole: bool, starts: Sequence[Starts] | None = None
+    ) -> None:
         self.groups, self.is_whole = groups, is_whole
         self.begun: set[str] = set()
         self._lock = lock
         self.is_cancelled = self.is_late = False
         self._numbers = {group.request_id: number for number, group in enumerate(groups)}
-        self._readers = [OutputReader(group.output) for group in groups]
+        starts = starts or [{}] * len(groups)
+        self._readers = [OutputReader(group.output, read) for group, read in zip(groups, starts, strict=True)]
         self._news: dict[int, None] = {}  # indices of requests with news
         self._open = set(range(len(groups)))  # indices of unfinished requests
         self._is_waiting = True  # True before `run`, and while the client must take something
