@@ -278,10 +278,14 @@ class TiledLayout:
 
 
 def unfolded(pixels: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]:
-    """Return tiles [tiles, rows, columns, 3] as patches [P, S], tile after tile."""
+    """Return tiles [tiles, rows, columns, 3] as patches [P, S], tile after tile, without pixels beyond whole patches.
+
+    SigLIP has 27 x 27 patches of 14 pixels in 384 x 384: a convolution drops the rest.
+    """
     patch, merge = layout.patch_size, layout.merge_size
     tiles, height, width, channels = pixels.shape
     rows, columns = height // patch // merge, width // patch // merge
+    pixels = pixels[:, : rows * merge * patch, : columns * merge * patch]
     patches = pixels.reshape(tiles, rows, merge, patch, columns, merge, patch, channels)
     if layout.has_channels_last:
         patches = patches.transpose(0, 1, 4, 2, 5, 3, 6, 7)

@@ -68,7 +68,8 @@ class ImageProcessor:
     def fit(self, image: Image) -> Pixels:
         """Return an RGB image as one or several tiles of pixels; RequestError if its size is impossible."""
         pixels = self.layout.fit(image, self.resample)
-        num_patches = pixels.size // 3 // self.layout.patch_size**2
+        tiles, rows, columns, _ = pixels.shape
+        num_patches = tiles * (rows // self.layout.patch_size) * (columns // self.layout.patch_size)
         if num_patches > self.max_patches:
             raise RequestError(
                 f"an image must have at most {self.max_patches} patches of {self.layout.patch_size} pixels, got "
@@ -102,6 +103,8 @@ def as_rgb(image: Image) -> Image:
     from PIL import ImageOps  # noqa: PLC0415 - an extra
 
     image = ImageOps.exif_transpose(image)
+    if image.mode == "La":  # premultiplied; Pillow has no conversion to RGBA
+        image = image.convert("LA")
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = pillow.alpha_composite(pillow.new("RGBA", image.size, (255, 255, 255, 255)), image)

@@ -24,6 +24,8 @@ _SOFT_TOKENS = (70, 140, 280, 560, 1120)
 _COUNT = schema.integer(1)
 _MAYBE = _COUNT.optional()
 _SWITCH = schema.SWITCH.optional()
+_OFF = FieldType("false", lambda value: value is False)
+_ABSENT = FieldType("left out", lambda value: False)
 _SIDES = FieldType(
     "an object with height and width, shortest_edge or longest_edge, or a number",
     lambda value: (
@@ -66,6 +68,7 @@ class _Kind:
         defaults: their values, if the files have none.
         adjustable: fields that `mm_processor_kwargs` may set.
         build: function from all fields and config.json to the layout.
+        is_square: True if a number as size is both sides; otherwise it is the shorter one.
     """
 
     mean_std: tuple[tuple[float, ...], tuple[float, ...]]
@@ -74,6 +77,7 @@ class _Kind:
     defaults: Mapping[str, Any]
     adjustable: frozenset[str]
     build: Callable[[Mapping[str, Any], Mapping[str, Any]], Layout]
+    is_square: bool = False
 
 
 def _merged(fields: Mapping[str, Any], config: Mapping[str, Any]) -> Layout:
@@ -107,9 +111,12 @@ def _fixed(fields: Mapping[str, Any], config: Mapping[str, Any]) -> Layout:
     if fields.get("do_pad") and fields["image_processor_type"] == "LlavaImageProcessor":
         red, green, blue = (int(255 * each) for each in fields["image_mean"])
         background = red, green, blue
-    short = 0 if _both(size) else size.get("shortest_edge")
-    if short is None:
+    given = {side for side in size if size[side] is not None}
+    if given not in ({"height", "width"}, {"shortest_edge"}):
         raise ConfigError(f"size of the image processor must have height and width, or shortest_edge, got {size}")
+    if crop is not None and not isinstance(crop, int) and _both(crop) is None:
+        raise ConfigError(f"crop_size of the image processor must have height and width, got {crop}")
+    short = size.get("shortest_edge") or 0
     has_class_token = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
     drops_one = config.get("vision_feature_select_strategy", "default") == "default"
     return FixedLayout(
@@ -163,7 +170,11 @@ _STEPS = (384, 768, 1152, 1536, 1920, 2304)
 _CROPPED = _Kind(
     _CLIP,
     _BICUBIC,
-    {**dict.fromkeys(("size", "crop_size"), _SIDES.optional()), **dict.fromkeys(("do_center_crop", "do_pad"), _SWITCH)},
+    {
+        **dict.fromkeys(("size", "crop_size"), _SIDES.optional()),
+        **dict.fromkeys(("do_center_crop", "do_pad"), _SWITCH),
+        "pad_size": _ABSENT,
+    },
     {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}, "do_center_crop": True},
     frozenset(),
     _fixed,
@@ -205,13 +216,20 @@ _KINDS: Mapping[str, _Kind] = {
     "PixtralImageProcessor": _Kind(
         _CLIP,
         _BICUBIC,
-        {"size": _SIDES, "patch_size": _SIDES},
+        {"size": _SIDES, "patch_size": _SIDES, "do_center_crop": _OFF, "pad_size": _ABSENT},
         {"size": {"longest_edge": 1024}, "patch_size": 16},
         frozenset({"size"}),
         _bounded,
+        is_square=True,
     ),
     "Gemma3ImageProcessor": _Kind(
-        _HALF, _BILINEAR, {"size": _SIDES, "do_pan_and_scan": _SWITCH}, {"size": 224}, frozenset(), _gemma3
+        _HALF,
+        _BILINEAR,
+        {"size": _SIDES, "do_pan_and_scan": _SWITCH},
+        {"size": 224},
+        frozenset(),
+        _gemma3,
+        is_square=True,
     ),
     "Gemma4ImageProcessor": _Kind(
         ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
@@ -227,7 +245,7 @@ _KINDS: Mapping[str, _Kind] = {
     "LlavaOnevisionImageProcessor": _Kind(
         _CLIP,
         _BICUBIC,
-        {"size": _SIDES, "image_grid_pinpoints": _PINPOINTS},
+        {"size": _SIDES, "image_grid_pinpoints": _PINPOINTS, "do_center_crop": _OFF, "crop_size": _ABSENT},
         {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": [[h, w] for h in _STEPS for w in _STEPS]},
         frozenset(),
         _tiled,
@@ -276,7 +294,8 @@ def image_processor(
     given = {**common, **kind.defaults, **{each: value for each, value in fields.items() if value is not None}}
     values = {**replaced(given, _checked(adjusted or {}, kind)), "image_processor_type": name}
     if isinstance(side := values.get("size"), int):
-        values["size"] = {"height": side, "width": side}
+        is_square = values.get("default_to_square", kind.is_square)
+        values["size"] = {"height": side, "width": side} if is_square else {"shortest_edge": side}
     kinds = {**_COMMON, **kind.fields}
     found = ((each, kinds[each]) for each in kinds if values.get(each) is not None)
     if bad := [problem for each, kind_of_value in found if (problem := kind_of_value.problem(each, values[each]))]:

@@ -120,13 +120,19 @@ def test_patches_equal_transformers(family, size):
     assert num_tiles == 1 or isinstance(processor.layout, TiledLayout)
 
 
-def all_modes() -> dict[str, Image.Image]:
-    rgb, rgba = picture((37, 53)), picture((37, 53), 4)
+def all_modes(size: tuple[int, int] = (37, 53)) -> dict[str, Image.Image]:
+    rgb, rgba = picture(size), picture(size, 4)
     modes = {
+        "RGB": Image.fromarray(rgb),
         "L": Image.fromarray(rgb[..., 0]),
         "1": Image.fromarray(rgb[..., 0]).convert("1"),
         "LA": Image.fromarray(rgba).convert("LA"),
         "RGBA": Image.fromarray(rgba),
+        "RGBa": Image.fromarray(rgba).convert("RGBa"),
+        "I": Image.fromarray(rgb[..., 0].astype(np.int32) * 300),
+        "F": Image.fromarray(rgb[..., 0].astype(np.float32) * 1.1),
+        "HSV": Image.fromarray(rgb).convert("HSV"),
+        "PA": Image.fromarray(rgba).convert("PA"),
         "CMYK": Image.fromarray(rgb).convert("CMYK"),
         "P": Image.fromarray(rgb).quantize(16),
         "I;16": Image.fromarray(rgb[..., 0].astype(np.uint16) * 256),
@@ -142,6 +148,11 @@ def test_modes_equal_transformers(mode):
     processor = image_processor(*FAMILIES["qwen2"])
     patches = processor.prepare(processor.fit(as_rgb(image)), (37, 53)).patches
     np.testing.assert_array_equal(patches, expected_patches("qwen2", processor, image))
+
+
+def test_premultiplied_gray_is_converted():
+    gray = Image.fromarray(picture((9, 12), 4)).convert("LA")
+    assert as_rgb(gray.convert("La")).tobytes() == as_rgb(gray.convert("La").convert("LA")).tobytes()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -201,6 +212,16 @@ def test_digests_cover_pixels_and_settings():
         ({"resample": 9}, "resample"),
         ({"patch_size": "14"}, "patch_size"),
         ({"size": {}, "min_pixels": None}, "shortest_edge"),
+        ({"image_processor_type": "PixtralImageProcessor", "do_center_crop": True}, "do_center_crop must be false"),
+        (
+            {"image_processor_type": "SiglipImageProcessor", "pad_size": {"height": 9, "width": 9}},
+            "pad_size must be left",
+        ),
+        (
+            {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 9, "longest_edge": 9}},
+            "size of the",
+        ),
+        ({"image_processor_type": "CLIPImageProcessor", "crop_size": {"shortest_edge": 9}}, "crop_size of the image"),
         ({"size": {"shortest_edge": "56", "longest_edge": 112}}, "size must be an object with whole numbers"),
     ],
 )
@@ -237,11 +258,33 @@ def test_settings_that_requests_may_change():
         image_processor(*FAMILIES["clip"], {"size": 3})
 
 
-@pytest.mark.parametrize("family", ["gemma3", "onevision", "pixtral", "siglip"])
-def test_a_number_as_size_is_both_sides(family: str):
+@pytest.mark.parametrize("square", [None, True, False])
+@pytest.mark.parametrize("family", ["clip", "gemma3", "onevision", "pixtral", "siglip"])
+def test_a_number_as_size_is_read_like_transformers(family: str, square: bool | None, monkeypatch):
     fields, config = FAMILIES[family]
-    keys = [image_processor({**fields, "size": size}, config).key for size in (56, {"height": 56, "width": 56})]
-    assert keys[0] == keys[1]
+    fields = {**fields, "size": 56} | ({} if square is None else {"default_to_square": square})
+    monkeypatch.setitem(FAMILIES, family, (fields, config))
+    image = Image.fromarray(picture((56, 84)))
+    try:
+        processor = image_processor(fields, config)
+    except ConfigError:
+        assert square is False  # without both sides, as these families need
+        return
+    patches = processor.prepare(processor.fit(image), (56, 84)).patches
+    np.testing.assert_array_equal(patches, expected_patches(family, processor, image))
+
+
+def test_pixels_beyond_whole_patches_are_dropped():
+    """The published sizes of LLaVA OneVision."""
+    fields = {"image_processor_type": "LlavaOnevisionImageProcessor"}
+    config = {"vision_config": {"patch_size": 14}, "vision_aspect_ratio": "anyres_max_9"}
+    processor, image = image_processor(fields, config, max_patches=3 * 729), Image.fromarray(picture((300, 500)))
+    prepared = processor.prepare(processor.fit(image), (300, 500))
+    assert prepared.grid == (27, 27)
+    assert prepared.patches.shape == (3 * 27 * 27, 3 * 14 * 14)
+    whole = np.asarray(reference(fields)(image, return_tensors="np")["pixel_values"])[0]
+    corner = prepared.patches.reshape(3, 27, 27, 3, 14, 14)[:, -1, -1]
+    np.testing.assert_array_equal(corner, whole[:, :, 364:378, 364:378])
 
 
 def test_large_images_are_reduced_to_the_patches_that_the_tower_takes():
