@@ -250,9 +250,9 @@ class RequestReader:
             return
         if self._arch.images is None:
             raise RequestError(f"this engine takes text only, got {len(images)} images; drop multi_modal_data")
-        limit, largest = self._arch.images.tower.buckets[-1], max(len(span.image.patches) for span in images)
-        if largest > limit:
-            raise RequestError(f"an image may have at most {limit} patches, got {largest}; take a smaller one")
+        for span in images:
+            if (reason := self._arch.images.tower.misfit(span.image)) is not None:
+                raise RequestError(reason)
 
     def _check_priority(self, priority: object) -> None:
         """Raise RequestError for a priority that is no 32-bit integer, or that the engine's policy ignores."""

@@ -12,6 +12,7 @@ import transformers
 from jaxserve import weights
 from jaxserve.errors import ConfigError
 from jaxserve.execution.encoder_program import encoder_buckets
+from jaxserve.images.prepared import PreparedImage
 from jaxserve.models.params import POSITION_EMBED, matrix_transform
 from jaxserve.models.vision import tower
 from jaxserve.models.vision.inputs import EncoderInputs
@@ -138,6 +139,32 @@ def test_more_patches_than_the_largest_bucket_are_refused(tmp_path):
     arch = tower.read_tower(FAMILIES["llava"].config_dict())
     with pytest.raises(ConfigError, match=r"at most 100 patches, got 125"):
         tower.pack(arch, random_images(arch, ((5, 5),) * 5))
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "onevision", "mistral3"])
+def test_images_prepared_for_another_model_are_refused(name):
+    family = FAMILIES[name]
+    arch = tower.read_tower(family.config_dict())
+
+    def image(patches, grid, num_embeddings, size=(0, 0)):
+        return PreparedImage(bytes(16), np.zeros(patches, np.float32), grid, num_embeddings, size)
+
+    size, num_tiles = family.sizes[0] if family.sizes else ((0, 0), 1)
+    grid, (rows, columns) = family.grids[0], family.grids[0]
+    num_patches = num_tiles * rows * columns
+    count = arch.tiles.num_embeddings(grid, size) if arch.tiles else arch.num_embeddings(grid)
+    shape = num_patches, arch.patch_size
+    assert arch.misfit(image(shape, grid, count, size)) is None
+    for patches, own_grid, number, message in [
+        ((num_patches, arch.patch_size + 1), grid, count, "prepared for this model"),
+        ((num_patches - 1, arch.patch_size), grid, count, "prepared for this model"),
+        ((0, 0), grid, count, "got 0 patches of 0 values"),
+        (shape, (rows + 1, columns), count, "prepared for this model"),
+        (shape, grid, count + 1, f"{count} embeddings, got"),
+        (shape, (0, columns), count, "prepared for this model"),
+        ((arch.buckets[-1] + 1, 0), grid, count, "at most"),
+    ]:
+        assert message in arch.misfit(image(patches, own_grid, number, size))
 
 
 def test_programs_hold_images_in_tiles_that_are_mostly_padding():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from jaxserve.errors import ConfigError
 from jaxserve.images.layouts import TiledLayout
+from jaxserve.images.prepared import PreparedImage
 from jaxserve.layers.sharding import TENSOR
 
 BUCKETS = (256, 1024, 4096, 16384)  # patches per program, if grids differ from image to image
@@ -140,6 +141,32 @@ class VisionArch:
         """Return how many embeddings an image has, given its patch rows and columns."""
         rows, columns = grid
         return (rows // self.merge_size) * (columns // self.merge_size) + (self.class_tokens if self.keeps_class else 0)
+
+    def misfit(self, image: PreparedImage) -> str | None:
+        """Return why the tower cannot take a prepared image, such as one for another model; None if it can."""
+        (num_patches, patch_size), grid, block = image.patches.shape, image.grid, self.merge_size
+        if num_patches > self.buckets[-1]:
+            return f"an image must have at most {self.buckets[-1]} patches, got {num_patches}; reduce it"
+        is_grid = min(grid) > 0 and (not any(side % block for side in grid) if self.grid is None else grid == self.grid)
+        if not is_grid or patch_size != self.patch_size or num_patches != grid[0] * grid[1] * self._num_tiles(image):
+            return (
+                f"an image must be prepared for this model, with {self.patch_size} values per patch and the patch grid "
+                f"{self.grid or f'of any multiple of {block}'}, got {num_patches} patches of {patch_size} values, "
+                f"{grid} per tile"
+            )
+        counted = self.num_embeddings(grid) if self.tiles is None else self.tiles.num_embeddings(grid, image.size)
+        if counted != image.num_embeddings:
+            return f"an image with the patch grid {grid} must have {counted} embeddings, got {image.num_embeddings}"
+        return None
+
+    def _num_tiles(self, image: PreparedImage) -> int:
+        """Return how many tiles an image must have; 0 if its size is not known."""
+        if self.tiles is None:
+            return 1
+        if not min(image.size):
+            return 0
+        rows, columns = self.tiles.best(image.size)
+        return 1 + rows * columns // self.tiles.tile_size**2
 
     @property
     def buckets(self) -> tuple[int, ...]:

@@ -92,8 +92,6 @@ def _image_taps(arch: VisionArch, image: TowerImage, start: int, row_end: int) -
     assert arch.tiles is not None, "images have tiles"
     (rows, columns), tile_size = arch.grid, arch.grid[0] * arch.grid[1]
     whole = _single(start + np.arange(tile_size))
-    if image.num_patches == tile_size:
-        return _joined([whole, _single(np.array([row_end]))])
     best = arch.tiles.best(image.size)
     across, down = best[1] // arch.tiles.tile_size, best[0] // arch.tiles.tile_size
     tiles = start + tile_size + np.arange(down * across * tile_size).reshape(down, across, rows, columns)
