@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 Leaf = jax.Array | NDArray[np.generic]
@@ -21,14 +22,14 @@ class PageBytes:
         num_copies: devices that hold the same KV head; their parts of a page are adjacent, and the bytes have one.
 
     Attributes:
-        host_size: bytes per page in host memory.
+        host_size: bytes per page in host memory, where each device copies undivided parts.
         size: bytes per page after conversion.
     """
 
     def __init__(self, leaves: Sequence[jax.ShapeDtypeStruct], num_heads: int = 1, num_copies: int = 1) -> None:
         self._leaves, self._num_heads, self._num_copies = leaves, num_heads, num_copies
-        self.host_size = sum(int(np.prod(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
-        self.size = self.host_size // num_copies
+        self.host_size = sum(map(_host_bytes, leaves))
+        self.size = sum(_num_bytes(leaf.shape, leaf.dtype) for leaf in leaves) // num_copies
 
     def pack(self, page: Page) -> bytes:
         """Return a page's bytes."""
@@ -55,3 +56,15 @@ class PageBytes:
                 heads = part.reshape(*leaf.shape[:2], self._num_heads, 1, -1)
                 part = np.repeat(heads, self._num_copies, axis=3)
             yield part.reshape(leaf.shape)
+
+
+def _host_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Return a page part's bytes in host memory, over all devices."""
+    if leaf.sharding is None:
+        return _num_bytes(leaf.shape, leaf.dtype)
+    return leaf.sharding.num_devices * _num_bytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    """Return an array's bytes."""
+    return int(np.prod(shape)) * np.dtype(dtype).itemsize

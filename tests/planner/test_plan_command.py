@@ -55,6 +55,7 @@ def test_the_report_has_all_figures_and_survives_json() -> None:
     ("model", "target", "page_bytes", "state_bytes"),
     [
         ("llama-3.1-8b", "h200x4", 2 * 32 * 8 * 128 * 2, 0),
+        ("deepseek-v2-lite", "h200x2", 2 * 27 * 576 * 2, 0),  # each device has all latents
         ("qwen3-next-80b-a3b", "h200x2", 2 * 12 * 2 * 256 * 2, 36 * (32 * 128 * 128 + 3 * 8192) * 4),
     ],
 )
