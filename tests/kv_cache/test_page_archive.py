@@ -258,3 +258,8 @@ def test_a_state_takes_several_slots_and_is_read_whole_or_not_at_all(tmp_path):
         archive.archive.delete(PageKey(STATES - 1, bytes(16)))
         archive.archive.write(key(2), page(2))  # in the slot of a slice
         archive.archive.close()
+    archive = SlicedArchive(open_archive(tmp_path), len(state))
+    assert set(archive.archive.keys) == {key(1), key(2)}, "slices are left"
+    other = random.Random(1).randbytes(len(state))
+    assert archive.write(name, other)
+    assert archive.read(name) == other

@@ -184,6 +184,9 @@ class PageArchive:
 class SlicedArchive:
     """Contents of two sizes in one archive: a state snapshot takes several slots, each with a slice of it.
 
+    Slices whose snapshot is not whole, because others were overwritten, are deleted first: a later write of the
+    snapshot, with other rounding, would keep them.
+
     Args:
         archive: the archive, whose slots hold a KV page.
         state_bytes: size of a state snapshot; 0 without recurrent layers.
@@ -197,12 +200,15 @@ class SlicedArchive:
         self.archive, self._state_bytes = archive, state_bytes
         self._page_bytes = archive.page_bytes
         self.num_slices = max(-(-state_bytes // self._page_bytes), 1)
+        stored = set(archive.keys)
+        for key in stored:
+            if key.group <= STATES and not stored.issuperset(self._slices(PageKey(STATES, key.page_hash))):
+                archive.delete(key)
 
     @property
     def keys(self) -> list[PageKey]:
         """Keys for the stored contents; a snapshot comes where its first slice was written."""
-        stored = set(self.archive.keys)
-        return [key for key in self.archive.keys if key.group >= STATES and stored.issuperset(self._slices(key))]
+        return [key for key in self.archive.keys if key.group >= STATES]
 
     def write(self, key: PageKey, content: bytes) -> bool:
         """Store a content; return whether it can be read."""
