@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 OpenArchive = Callable[[], PageArchive]
 
 MAX_UNWRITTEN_PAGES = 1024  # pages that wait for the file; with more, pages are not stored
-NEW_FRACTION = 1 / 16  # weight of the last read in the mean time per read
-HALF_LIFE_S = 20.0  # of the mean time per read while nothing is read
+NEW_FRACTION = 1 / 16  # weight of the last read in the mean time to read a page
+HALF_LIFE_S = 20.0  # for that mean while nothing is read
 SYNC_S = 120.0  # maximum time to wait for the disk
 _counting = threading.Lock()  # held to add to the totals, as several I/O threads have the same ones
 
@@ -152,7 +152,7 @@ class DiskPages:
         self._unwritten: dict[PageKey, Page] = {}  # pages that wait for the file
         self._reads: deque[Callable[[], None]] = deque()
         self._changes: deque[Callable[[], None]] = deque()
-        self._read_s = self._measured_s = 0.0  # mean time per read; when the last one has ended
+        self._read_s = self._measured_s = 0.0  # mean time to read a page; when the last read has ended
         self._io = ThreadPoolExecutor(1, "jaxserve pages")
 
     def new_tier(self) -> StoredPages:
@@ -176,7 +176,7 @@ class DiskPages:
             self._submit(self._reads, lambda: done(self._read(key)))
 
     def page_s(self) -> float:
-        """Return the mean time of the last reads; without new ones it decays, so that a slow disk is tried again."""
+        """Return the mean time to read a page; without new reads it decays, so that a slow disk is tried again."""
         return self._read_s * 0.5 ** ((time.monotonic() - self._measured_s) / HALF_LIFE_S)
 
     def delete(self, key: PageKey) -> None:
@@ -244,7 +244,8 @@ class DiskPages:
         started_s = time.monotonic()
         content = self._sliced.read(key)
         self._measured_s = time.monotonic()
-        self._read_s += (self._measured_s - started_s - self._read_s) * (NEW_FRACTION if self._read_s else 1)
+        page_s = (self._measured_s - started_s) / (self._sliced.num_slices if key.group == STATES else 1)
+        self._read_s += (page_s - self._read_s) * (NEW_FRACTION if self._read_s else 1)
         with _counting:
             self._stats.num_corrupt_pages += self._archive.num_corrupt - num_corrupt
         return None if content is None else self._bytes_of(key).unpack(content)
