@@ -223,7 +223,7 @@ class Sessions:
             return
         num_others = sum(each != path for each in self._files(tenant))
         files = self._require().glob(f"{_digest(tenant)}-*")
-        others = [each.stat().st_size for each in files if not each.name.startswith(path.stem)]
+        others = [_size(each) for each in files if not each.name.startswith(path.stem)]
         max_sessions, max_bytes = self._quota
         if num_others >= max_sessions:
             raise SessionQuotaError(
@@ -293,6 +293,14 @@ class Sessions:
     def _files(self, tenant: str) -> tuple[Path, ...]:
         """Return the files of a tenant's saved sessions."""
         return (*self._require().glob(f"{_digest(tenant)}-*.json"),)
+
+
+def _size(path: Path) -> int:
+    """Return a file's size; 0 if it was deleted meanwhile by another engine."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _digest(*names: str) -> str:

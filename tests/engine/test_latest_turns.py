@@ -57,6 +57,7 @@ def test_other_files_are_no_sessions(tmp_path: Path) -> None:
 def test_each_owner_saves_up_to_the_quota(tmp_path: Path) -> None:
     sessions = Sessions(tmp_path, SessionQuota(max_sessions=2, max_bytes=1000))
     session = Session("a", [1] * 50, "")
+    sessions._path("deleted", "").with_suffix(".npz").symlink_to("nowhere")  # deleted before its size is read
     for name in ("a", "b", "a"):  # again: it replaces the first
         sessions.write(session, name)
     with pytest.raises(SessionQuotaError, match="max_saved_sessions=2 conversations are saved already; delete one"):
