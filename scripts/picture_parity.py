@@ -66,7 +66,7 @@ def compare_embeddings(model: Any, name: str, directory: Path) -> float:
     transform = matrix_transform(specs)
     params = weights.load(directory, specs, jnp.float32, transform=transform, prefix=tower.PREFIXES)["vision"]
     images = random_images(arch, family.grids, family.sizes)
-    size = 25 * sum(tiles for _, tiles in family.sizes) or None
+    size = None if arch.grid is None else sum(len(patches) for _, patches, *_ in images)
     expected = family.embeddings(model, images)
     found = np.asarray(encode(params, arch, tower.pack(arch, images, size)))[: len(expected)]
     return float(np.abs(found - expected).max())

@@ -202,6 +202,10 @@ FAMILIES = {
         *("Qwen3VL", QWEN3 | {"deepstack_visual_indexes": [0, 2]}, _QWEN_GRIDS, qwen_features),
         *(_QWEN_TOKENS, _QWEN_TEXT),
     ),
+    "qwen3_vl_moe": VisionFamily(
+        *("Qwen3VLMoe", QWEN3 | {"deepstack_visual_indexes": [0]}, _QWEN_GRIDS, qwen_features),
+        *(_QWEN_TOKENS, _QWEN_TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    ),
     "qwen3_5": VisionFamily("Qwen3_5", QWEN3, _QWEN_GRIDS, qwen_features, _QWEN_TOKENS, _QWEN_TEXT),
 }
 

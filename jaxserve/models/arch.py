@@ -189,7 +189,7 @@ class ArchConfig:
             layers=tuple(layers[layer] for layer in self.layers),
             num_devices=1,
             tensor_axis=TENSOR,
-            images=self.images and self.images._replace(tower=self.images.tower.divided(num_devices).local()),
+            images=self.images and self.images._replace(tower=self.images.tower.divided(num_head_shards).local()),
         )
 
     def divided(self, num_devices: int, num_expert_shards: int = 1, num_data_shards: int = 1) -> "ArchConfig":
@@ -210,12 +210,13 @@ class ArchConfig:
                 f"enable_dp_attention must be False for {self.architecture}, as rows of {kind} are not divided "
                 f"among devices, got True; drop it"
             )
+        num_head_shards = num_devices // num_data_shards
         return dataclasses.replace(
             self,
             layers=layers,
             num_data_shards=num_data_shards,
-            num_devices=num_devices // num_data_shards,
-            images=self.images and self.images._replace(tower=self.images.tower.divided(num_devices)),
+            num_devices=num_head_shards,
+            images=self.images and self.images._replace(tower=self.images.tower.divided(num_head_shards)),
         )
 
     def _expert_shards(self, num_shards: int) -> tuple[LayerSpec, ...]:

@@ -49,10 +49,11 @@ class EncoderCache:
     Args:
         num_rows: capacity in embeddings; 0 without images.
         max_whole: maximum tokens of an image that one step computes whole; None if chunks may split images.
+        window: smallest sliding window in which whole images are seen; None without.
     """
 
-    def __init__(self, num_rows: int, max_whole: int | None = None) -> None:
-        self._max_whole = max_whole
+    def __init__(self, num_rows: int, max_whole: int | None = None, window: int | None = None) -> None:
+        self._max_whole, self._window = max_whole, window
         self.num_rows = num_rows // BLOCK_ROWS * BLOCK_ROWS
         self.restart()
 
@@ -77,6 +78,11 @@ class EncoderCache:
             raise RequestError(
                 f"a step must hold an image, whose tokens see each other, and each other row's token: at most "
                 f"{self._max_whole} tokens, got {longest}; raise max_num_batched_tokens or lower max_num_seqs"
+            )
+        if self._max_whole is not None and self._window is not None and longest > self._window:
+            raise RequestError(
+                f"an image whose tokens see each other must fit the model's sliding window of {self._window} tokens, "
+                f"got {longest}; take a smaller image or lower max_soft_tokens in mm_processor_kwargs"
             )
 
     def begin_plan(self) -> None:

@@ -76,7 +76,7 @@ class Served:
     def new_engine(self, **options: Any) -> DrivenEngine:
         """Start an engine with these options."""
         with few_programs():
-            return DrivenEngine(EngineConfig(str(self.path), **SIZES | options))
+            return DrivenEngine(EngineConfig(**{"model": str(self.path)} | SIZES | options))
 
     def add(self, engine: DrivenEngine, request_id: str, prompt: Any, **options: Any) -> RequestOutput:
         """Queue a prompt, for greedy tokens."""

@@ -1,21 +1,28 @@
 """Images beside drafts, tiers, saved sessions, sleep and preemption: the tokens of transformers."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import checkpoints
+import jax
+import numpy as np
 import pytest
 import transformers
 
+from jaxserve import weights
 from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.core.sessions import UnknownSessionError
 from jaxserve.errors import RequestError
 from jaxserve.images.prepared import ExpandedPrompt
+from jaxserve.models import registry
 from jaxserve.offline.llm import LLM
+from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint
+from jaxserve.tools.quantizer.scheme import QuantizeOptions
 from tests import draft_layers
 from tests.e2e.test_pictures import GREEDY, NUM_TOKENS, Served, num_encoded, tokens
 
@@ -150,3 +157,19 @@ def test_drafts_change_no_output(served: Served, tmp_path: Path, method: str) ->
     check_all(served, engine)
     check_all(served, engine)
     assert engine.stats.num_drafted_tokens
+
+
+def test_checkpoints_made_from_another_keep_the_tower(served: Served, tmp_path: Path) -> None:
+    """As Orbax a model has the same tokens; a quantised one has the same tower."""
+    config = weights.read_config(served.path)
+    specs = registry.param_specs(registry.from_hf_config(config, with_images=True))
+    weights.convert(served.path, tmp_path / "orbax", specs)
+    with closing(served.new_engine(model=str(tmp_path / "orbax"))) as engine:
+        check_all(served, engine)
+    if served.engine().arch.state is not None:
+        return  # the quantizer refuses recurrent layers
+    quantize_checkpoint(served.path, tmp_path / "int8", QuantizeOptions("int8"))
+    with closing(served.new_engine(model=str(tmp_path / "int8"))) as engine:
+        served.run(prompts(served), engine)
+        towers = [each.replicas[0].executor.params["vision"] for each in (engine, served.engine())]
+    jax.tree.map(np.testing.assert_array_equal, *towers)

@@ -170,17 +170,17 @@ class VisionArch:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Patches per compiled program.
+        """Patches per compiled program, which encodes one image.
 
-        With a fixed grid these are multiples of one image's patches. At most three in four patches are padding, as each
-        bucket is four times as large as the one before it; more in the first.
+        If grids differ, at most three in four patches are padding, as each bucket is four times as large as the one
+        before it; more in the first.
         """
         if self.grid is None:
             return BUCKETS
         size = self.grid[0] * self.grid[1]
         if self.tiles is not None:  # an image has two tiles or more
             return tuple(sorted({size * min(tiles, self.max_tiles) for tiles in (2, 8, self.max_tiles)}))
-        return (size, 4 * size)
+        return (size,)
 
     def bucket(self, num_patches: int) -> int:
         """Return the smallest bucket for `num_patches` patches; ConfigError if none is large enough."""

@@ -25,7 +25,7 @@ from jaxserve import weights
 from jaxserve.errors import ConfigError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import POSITION_EMBED, Params, ParamSpec
+from jaxserve.models.params import POSITION_EMBED, VISION, Params, ParamSpec
 from jaxserve.tools.quantizer.calibration import calibration_sequences
 from jaxserve.tools.quantizer.grid import Grid
 from jaxserve.tools.quantizer.layer import Stats, empty_stats, layer_outputs, layer_stats
@@ -61,7 +61,7 @@ def quantize_checkpoint(
 ) -> QuantizedCheckpoint:
     """Write a checkpoint with quantised layers in the compressed-tensors layout.
 
-    Embedding, head, norms and biases keep their dtype. `target` appears once it is complete.
+    Embedding, head, norms, biases and a vision tower keep their dtype. `target` appears once it is complete.
 
     Args:
         source: directory with an unquantised checkpoint.
@@ -79,7 +79,8 @@ def quantize_checkpoint(
     arch = registry.from_hf_config(hf_config)
     _check_supported(arch, source)
     grid = make_grid(options, arch)
-    checkpoint = weights.open_checkpoint(source, registry.param_specs(arch))
+    specs = registry.param_specs(registry.from_hf_config(hf_config, with_images=True))
+    checkpoint = weights.open_checkpoint(source, specs)
     sequences = None
     if options.kind.is_calibrated:
         sequences = calibration_sequences(
@@ -91,10 +92,11 @@ def quantize_checkpoint(
         )
     elif options.calibration is not None:
         logger.warning("%s rounds to the nearest and does not read the calibration file", options.scheme)
-    run = _Run(checkpoint, arch, options, grid, sequences)
+    run = _Run(checkpoint, arch, specs, options, grid, sequences)
     with tqdm(total=run.num_steps, desc="Quantizing", disable=None if use_tqdm else True, leave=False) as bar:
         run.stepped = bar.update
-        config = {**hf_config, "quantization_config": quantization_config(options.kind, grid)}
+        floats = [spec.hf_names[0] for spec in specs if spec.path[0] == VISION]
+        config = {**hf_config, "quantization_config": quantization_config(options.kind, grid, floats)}
         tensors = run.tensors()
         weights.derive(source, target, tensors, config, max_shard_bytes=options.max_shard_bytes)
     group_size = grid.columns if options.kind.in_groups else None
@@ -185,7 +187,8 @@ class _Run:
 
     Args:
         checkpoint: unquantised checkpoint.
-        arch: its model.
+        arch: its model, or the text part.
+        specs: specs for all tensors in it.
         options: scheme and calibration options.
         grid: values that quantised weights can have.
         sequences: token ids [sequences, tokens] for calibration; None for schemes without.
@@ -199,12 +202,12 @@ class _Run:
         self,
         checkpoint: weights.OpenCheckpoint,
         arch: ArchConfig,
+        specs: Sequence[ParamSpec],
         options: QuantizeOptions,
         grid: Grid,
         sequences: NDArray[np.int32] | None,
     ) -> None:
         self._checkpoint, self._arch, self._options, self._grid = checkpoint, arch, options, grid
-        specs = registry.param_specs(arch)
         self._layers = [[x for x in specs if x.path[:2] == ("layers", layer)] for layer in range(arch.num_layers)]
         self._others = [spec for spec in specs if spec.path[0] != "layers"]
         self._sequences = None if sequences is None else _batches(sequences)

@@ -1,6 +1,7 @@
 """compressed-tensors layout: names, dtypes and shapes of a matrix's tensors, and quantization_config."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +16,14 @@ from jaxserve.weights.rows import HEADS
 _WORD_BITS = 32
 
 
-def quantization_config(scheme: Scheme, grid: Grid) -> dict[str, Any]:
-    """Return the config.json entry for the matrices in all layers; embedding and head are left out."""
+def quantization_config(scheme: Scheme, grid: Grid, floats: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the config.json entry for the matrices in all layers; embedding and head are left out.
+
+    Args:
+        scheme: the checkpoint's scheme.
+        grid: grid of the codes.
+        floats: names of tensors in other parts of a multimodal model, which are left out.
+    """
     weights: dict[str, Any] = {
         "num_bits": scheme.bits,
         "type": "float" if scheme.is_float else "int",
@@ -46,9 +53,14 @@ def quantization_config(scheme: Scheme, grid: Grid) -> dict[str, Any]:
         "quantization_status": "compressed",
         "format": scheme.layout,
         "config_groups": {"group_0": group},
-        "ignore": list(HEADS),
+        "ignore": [*HEADS, *sorted({_part_pattern(name) for name in floats})],
         "kv_cache_scheme": None,
     }
+
+
+def _part_pattern(name: str) -> str:
+    """Return the pattern for all modules in the part that has this tensor."""
+    return rf"re:(model\.)?{re.escape(name.removeprefix('model.').partition('.')[0])}\..*"
 
 
 def stored_tensors(name: str, shape: tuple[int, int], scheme: Scheme, grid: Grid) -> dict[str, jax.ShapeDtypeStruct]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_pictures import Served
+from tests.e2e.test_pictures import Served, num_encoded
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
@@ -16,3 +16,17 @@ def test_outputs_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     outputs = served.run(prompts, served.engine(num_pages=200, tensor_parallel_size=2))
     for each, output in zip(prompts, outputs, strict=True):
         served.check(each, output)
+
+
+def test_data_parallel_attention_changes_no_output(tmp_path: Path) -> None:
+    """Rows are divided among devices, which all have the images' embeddings."""
+    served = Served(tmp_path, "qwen3_vl_moe")
+    image, prompt = served.pictures.image, served.pictures.prompt
+    prompts = [prompt(7), prompt(5, image(1), 9), prompt(3, image(2), 2, image(3), 3), prompt(1, image(1), 4)]
+    sizes = {"num_pages": 100, "max_num_seqs": 2}
+    options = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "enable_dp_attention": True}
+    engine = served.engine(**sizes, **options)
+    count = num_encoded(engine)
+    for each, output in zip(prompts, served.run(prompts, engine), strict=True):
+        served.check(each, output)
+    assert count() == 3

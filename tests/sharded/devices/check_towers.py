@@ -29,7 +29,8 @@ def test_embeddings_are_those_of_one_device(name: str, num_devices: int, is_spli
     grids = family.grids[:2]
     shapes = [(rows * columns, arch.patch_size) for rows, columns in grids]
     images = [(grid, rng.standard_normal(shape).astype(np.float32)) for grid, shape in zip(grids, shapes, strict=True)]
-    inputs = jax.tree.map(jnp.asarray, tower.pack(arch, images))
+    size = None if arch.grid is None else sum(rows * columns for rows, columns in grids)
+    inputs = jax.tree.map(jnp.asarray, tower.pack(arch, images, size))
     whole = weights.assemble(tensors, specs, jnp.float32, transform=matrix_transform(specs))["vision"]
     one_device = dataclasses.replace(arch, num_devices=1)
     expected = jax.jit(tower.encode, static_argnums=1)(whole, one_device, inputs)
