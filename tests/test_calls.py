@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.errors import RequestError
-from jaxserve.offline.offline_calls import as_list, per_prompt, priorities
+from jaxserve.errors import BusyError, RequestError
+from jaxserve.offline.offline_calls import Calls, as_list, per_prompt, priorities
 from tests.oracles import torch
 
 TEXTS = ["one", "two", "three"]
@@ -95,3 +95,41 @@ def test_a_priority_is_of_all_or_of_each() -> None:
     for given in ([4], "ab", True, 1.5):
         with pytest.raises(RequestError, match="priority must be one integer for all prompts or a list with one for"):
             priorities(given, 2)
+
+
+class Engine:
+    """Engine that reads at most two prompts that have not ended; queued ones end at once.
+
+    Attributes:
+        queued: the prompts of each time that some were queued.
+    """
+
+    def __init__(self) -> None:
+        self.queued: list[list[str]] = []
+        self.num_unfinished, self.arch = 0, SimpleNamespace(pooler=None)
+        self.host = SimpleNamespace(check_serve=lambda: None)
+        self.reader, self.frontend = SimpleNamespace(read=self.read), SimpleNamespace(cancel=lambda request_id: None)
+
+    def read(self, request_id: str, prompt: str, *_: Any, **options: Any) -> Any:
+        if self.num_unfinished == 2 or prompt == "too large":
+            raise BusyError("must wait")
+        self.num_unfinished += 1
+        output = SimpleNamespace(prompt=prompt, prompt_token_ids=[1], outputs=[], finished=True)
+        return SimpleNamespace(request_id=request_id, output=output, check_served=lambda: None)
+
+    def submit(self, groups: list[Any], listener: Callable[[Any], None]) -> None:
+        self.queued.append([group.output.prompt for group in groups])
+        for group in groups:
+            self.num_unfinished -= 1
+            listener(group)
+
+
+def test_prompts_wait_for_those_whose_pictures_take_the_memory() -> None:
+    engine: Any = Engine()
+    calls = Calls(engine, engine)
+    prompts = ["a", "b", "c", "d", "e"]
+    outputs = calls.run(prompts, [SamplingParams()] * 5, False)
+    assert [output.prompt for output in outputs] == prompts
+    assert engine.queued == [["a", "b"], ["c", "d"], ["e"]]
+    with pytest.raises(BusyError, match="prompt 1: must wait"):
+        calls.run(["a", "too large"], [SamplingParams()] * 2, False)

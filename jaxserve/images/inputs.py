@@ -47,6 +47,11 @@ class ImageInputs:
             raise RequestError(f"mm_processor_kwargs must be a dict, got {brief(adjusted)}")
         return cls(images, names, dict(adjusted))
 
+    def in_prompt(self) -> dict[str, Any]:
+        """Return the fields of a prompt that `from_prompt` reads."""
+        names = {"multi_modal_data": {IMAGE: list(self.images)}, "multi_modal_uuids": {IMAGE: list(self.names)}}
+        return {**(names if self.images else {}), "mm_processor_kwargs": self.adjusted}
+
 
 NO_IMAGES = ImageInputs()
 

@@ -35,7 +35,7 @@ from jaxserve.offline.offline_calls import (
 )
 from jaxserve.offline.pooling_calls import PoolingCalls, require_tokenizer
 from jaxserve.offline.saved_sessions import SavedSessions
-from jaxserve.text.image_chats import encode_chat, split_images
+from jaxserve.text.image_chats import encode_placeholders, split_images
 from jaxserve.text.loading import load_hf_tokenizer
 from jaxserve.text.messages import Message
 
@@ -214,8 +214,8 @@ class LLM(PoolingCalls):
         for conversation in _as_conversations(messages):
             split = split_images(conversation, reader, mm_processor_kwargs)
             chat = render(split.messages)
-            token_ids = encode_chat(tokenizer, chat, reader, split.inputs, check_len=self.engine.reader.check_len)
-            prompts.append({"prompt": chat.text, "prompt_token_ids": token_ids})
+            token_ids = encode_placeholders(tokenizer, chat, reader, split.inputs)
+            prompts.append({"prompt": chat.text, "prompt_token_ids": token_ids, **split.inputs.in_prompt()})
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request, priority=priority)
 
     def beam_search(

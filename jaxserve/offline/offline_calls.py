@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from numbers import Integral
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxserve.api.lora_request import LoRARequest
-from jaxserve.errors import RequestError, brief
+from jaxserve.errors import BusyError, RequestError, brief
 
 if TYPE_CHECKING:
     from jaxserve.api.outputs import RequestOutput
@@ -61,16 +62,14 @@ class Calls:
             shares_last_page: see `Request`.
 
         Raises:
-            RequestError: a prompt or its parameters cannot be served; no prompt is started.
+            RequestError: a prompt or its parameters cannot be served; no prompt is started, unless their images are too
+                many for host memory, so that some prompts must end before others are read.
         """
-        groups = self.prepare(prompts, params, priorities, lora_requests, shares_last_page=shares_last_page)
-        ended: SimpleQueue[RequestGroup] = SimpleQueue()
-        try:
-            self._threads.submit(groups, lambda group: ended.put(group) if group.output.finished else None)
-            _wait(ended, len(groups), use_tqdm, "Generating" if self._engine.arch.pooler is None else "Pooling")
-        finally:  # an interrupted call must not leave requests in the engine
-            self.cancel(groups)
-        return [group.output for group in groups]
+        read = self._reader(prompts, params, priorities, lora_requests, shares_last_page=shares_last_page)
+        with _Running(self._engine, self._threads, len(prompts), use_tqdm) as running:
+            outputs = [running.add(partial(read, index)) for index in range(len(prompts))]
+            running.finish()
+        return outputs
 
     def prepare(
         self,
@@ -86,16 +85,35 @@ class Calls:
         Raises:
             RequestError: a prompt or its parameters cannot be served; the message names it.
         """
+        read = self._reader(prompts, params, priorities, lora_requests, shares_last_page=shares_last_page)
+        return [read(index) for index in range(len(prompts))]
+
+    def _reader(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        priorities: Sequence[int],
+        lora_requests: Sequence[LoRARequest | None],
+        *,
+        shares_last_page: bool,
+    ) -> Callable[[int], RequestGroup]:
+        """Return a function that reads the prompt at an index; see `prepare`."""
         self._engine.host.check_serve()
-        read = partial(self._engine.reader.read, shares_last_page=shares_last_page)
-        groups = []
         columns = prompts, params, priorities or [0] * len(prompts), lora_requests or [None] * len(prompts)
-        for index, (prompt, p, priority, adapter) in enumerate(zip(*columns, strict=True)):
+        rows = list(zip(*columns, strict=True))
+
+        def read(index: int) -> RequestGroup:
+            prompt, p, priority, adapter = rows[index]
+            options: dict[str, Any] = {"priority": priority, "lora_request": adapter}
             try:
-                groups.append(read(str(next(self._ids)), prompt, p, priority=priority, lora_request=adapter))
+                return self._engine.reader.read(
+                    str(next(self._ids)), prompt, p, shares_last_page=shares_last_page, **options
+                )
             except RequestError as error:
-                raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-        return groups
+                kind = BusyError if isinstance(error, BusyError) else RequestError
+                raise kind(f"prompt {index}: {error}" if len(rows) > 1 else str(error)) from None
+
+        return read
 
     def cancel(self, groups: Sequence[RequestGroup]) -> None:
         """End requests that are still unfinished."""
@@ -111,24 +129,81 @@ def progress_bar(use_tqdm: bool | ProgressBar, **options: Any) -> Any:
     return new_bar(**options)
 
 
-def _wait(ended: SimpleQueue[RequestGroup], count: int, use_tqdm: bool | ProgressBar, title: str) -> None:
-    """Wait until `count` requests have been put in the queue, and show a progress bar; raise a request's error."""
-    tokens_in = tokens_out = 0
-    started = time.monotonic()
-    with progress_bar(use_tqdm, total=count, desc=title, unit="req") as bar:
-        seen: set[str] = set()
-        while len(seen) < count:
-            group = ended.get()
-            if group.request_id in seen:  # an interrupt can lead to a second notification
-                continue
-            seen.add(group.request_id)
-            group.check_served()
-            tokens_in += len(group.output.prompt_token_ids)
-            tokens_out += sum(len(o.token_ids) for o in group.output.outputs)
-            seconds = time.monotonic() - started
-            rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
-            bar.set_postfix_str(rates, refresh=False)
-            bar.update()
+class _Running:
+    """A call's requests: queued together, or as soon as others have ended whose images take too much host memory.
+
+    Args:
+        engine: the engine.
+        threads: threads that drive it.
+        count: number of requests.
+        use_tqdm: see `LLM.generate`.
+    """
+
+    def __init__(self, engine: Engine, threads: EngineThreads, count: int, use_tqdm: bool | ProgressBar) -> None:
+        self._engine, self._threads = engine, threads
+        self._count, self._use_tqdm = count, use_tqdm
+        self._read: list[RequestGroup] = []  # not yet queued
+        self._queued: dict[str, RequestGroup] = {}  # unfinished: others are dropped, as they have images
+        self._ended: SimpleQueue[RequestGroup] = SimpleQueue()
+        self._tokens_in = self._tokens_out = 0
+        self._started_s = 0.0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> _Running:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the progress bar; end unfinished requests, which an interrupted call must not leave in the engine."""
+        self._stack.close()
+        for request_id in self._queued:
+            self._engine.frontend.cancel(request_id)
+
+    def add(self, read: Callable[[], RequestGroup]) -> RequestOutput:
+        """Read a request, perhaps after earlier ones have ended, and return its output."""
+        while True:
+            try:
+                group = read()
+            except BusyError:
+                if not (self._read or self._queued):
+                    raise
+                self._queue()
+                self._wait()
+            else:
+                self._read.append(group)
+                return group.output
+
+    def finish(self) -> None:
+        """Queue the requests that were added, and wait until all have ended; raise a request's error."""
+        self._queue()
+        while self._queued:
+            self._wait()
+
+    def _queue(self) -> None:
+        """Queue the requests that were read since the last call."""
+        groups, self._read = self._read, []
+        self._queued |= {group.request_id: group for group in groups}
+        self._threads.submit(groups, lambda group: self._ended.put(group) if group.output.finished else None)
+        _ = self._bar
+
+    def _wait(self) -> None:
+        """Wait until a request has ended, and show it; raise its error."""
+        group = self._ended.get()
+        if self._queued.pop(group.request_id, None) is None:  # an interrupt can lead to a second notification
+            return
+        group.check_served()
+        self._tokens_in += len(group.output.prompt_token_ids)
+        self._tokens_out += sum(len(o.token_ids) for o in group.output.outputs)
+        seconds = time.monotonic() - self._started_s
+        rates = f"in {self._tokens_in / seconds:.0f} tok/s, out {self._tokens_out / seconds:.0f} tok/s"
+        self._bar.set_postfix_str(rates, refresh=False)
+        self._bar.update()
+
+    @cached_property
+    def _bar(self) -> Any:
+        """Progress bar, from the first queued request on."""
+        title = "Generating" if self._engine.arch.pooler is None else "Pooling"
+        self._started_s = time.monotonic()
+        return self._stack.enter_context(progress_bar(self._use_tqdm, total=self._count, desc=title, unit="req"))
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

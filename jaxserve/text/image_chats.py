@@ -121,6 +121,21 @@ def _check_known(given: Mapping[str, Any], known: set[str], where: str) -> None:
         )
 
 
+def encode_placeholders(
+    tokenizer: Tokenizer,
+    chat: RenderedChat,
+    reader: ImageReader | None,
+    inputs: ImageInputs,
+    *,
+    add_special_tokens: bool = False,
+) -> list[int]:
+    """Return a rendered chat's token ids, with one placeholder per image; arguments as for `encode_chat`."""
+    if reader is not None and inputs.images:
+        in_text = reader.placeholders.in_text
+        chat = RenderedChat(in_text(chat.text, chat.marked), in_text(chat.marked))
+    return tokenizer.encode_chat(chat, add_special_tokens)
+
+
 def encode_chat(
     tokenizer: Tokenizer,
     chat: RenderedChat,
@@ -145,10 +160,7 @@ def encode_chat(
     Raises:
         RequestError: an image cannot be read, or the template has not written one placeholder per image.
     """
+    token_ids = encode_placeholders(tokenizer, chat, reader, inputs, add_special_tokens=add_special_tokens)
     if reader is None:
-        return tokenizer.encode_chat(chat, add_special_tokens)
-    if inputs.images:
-        in_text = reader.placeholders.in_text
-        chat = RenderedChat(in_text(chat.text, chat.marked), in_text(chat.marked))
-    token_ids = tokenizer.encode_chat(chat, add_special_tokens)
+        return token_ids
     return ExpandedPrompt(*reader.expand(token_ids, inputs, namespace, check_len))

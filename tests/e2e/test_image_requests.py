@@ -160,6 +160,17 @@ def test_chats_with_pictures(served: Model) -> None:
     assert ids_of([output]) == [served.greedy("<image>\nTokens go in", PICTURES[0])]
 
 
+def test_chats_wait_for_those_whose_pictures_take_the_memory(served: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call may have more pictures than memory holds at once."""
+    reader = served.llm.engine.reader.images
+    assert reader is not None
+    pictures = [Image.new("RGB", (40, 40), (shade, 0, 0)) for shade in (20, 90, 160, 230)]
+    monkeypatch.setattr(reader, "_max_living_bytes", 0)
+    outputs = served.llm.chat([chat(each) for each in pictures], SamplingParams(**GREEDY), use_tqdm=False)
+    assert ids_of(outputs) == [served.greedy("[user] <image>Tokens go in", each) for each in pictures]
+    assert reader.living.num_bytes < 4 * 25 * 48 * 4, "the first ones' patches were freed"
+
+
 def test_several_samples_and_beams_share_a_picture(served: Model) -> None:
     prompt = {"prompt": "Once <image> upon", "multi_modal_data": {"image": PICTURES[0]}}
     (output,) = served.llm.generate(prompt, SamplingParams(n=2, seed=1, max_tokens=4), use_tqdm=False)
