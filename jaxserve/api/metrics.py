@@ -147,6 +147,8 @@ class StepStats:
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
     accepted_per_position: Counts = Counts()  # accepted tokens by draft position
     expert_tokens: LayerCounts = LayerCounts()  # tokens per expert; empty unless `count_expert_tokens` is on
+    num_encoder_inputs: int = 0  # images that the vision tower encoded for the step
+    num_encoder_output_tokens: int = 0  # their embeddings
 
     @property
     def num_cached_tokens(self) -> int:
@@ -192,6 +194,8 @@ class EngineStats:
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
     accepted_per_position: Counts = Counts()  # accepted tokens by draft position
     expert_tokens: LayerCounts = LayerCounts()  # tokens per expert; empty unless `count_expert_tokens` is on
+    num_encoder_inputs: int = 0  # images that the vision tower encoded, again if they had left the encoder cache
+    num_encoder_output_tokens: int = 0  # their embeddings
     # Steps with outputs, by the bucket of ITERATION_TOKENS for the tokens that requests got in them and the prompt
     # tokens computed for their first ones, as vLLM counts; and the sum of these tokens.
     iterations_by_tokens: Counts = Counts()

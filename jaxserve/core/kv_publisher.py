@@ -145,7 +145,7 @@ class KVPublisher:
     def _event(self, event: PageEvent) -> dict[str, Any]:
         """Return an event's fields in vLLM's names."""
         match event:
-            case BlocksStored(hashes, parent, token_ids, group, salt, session, adapter):
+            case BlocksStored(hashes, parent, token_ids, group, salt, session, adapter, images):
                 window = self._windows[group]
                 fields: dict[str, Any] = {
                     "type": "BlockStored",
@@ -159,10 +159,13 @@ class KVPublisher:
                     "group_idx": group,
                     "kv_cache_spec_kind": "full_attention" if window is None else "sliding_window",
                 }
+                by_block = images or [()] * len(hashes)
+                keys: list[list[Any]] = [[(digest.hex(), offset) for digest, offset in each] for each in by_block]
                 if salt is not None and salt != USER_SALT.encode():
                     # not the salt itself, which is a secret
-                    named = blake2b(salt, digest_size=16, person=b"kv events").hexdigest()
-                    fields["extra_keys"] = [[named], *[None] * (len(hashes) - 1)]
+                    keys[0].append(blake2b(salt, digest_size=16, person=b"kv events").hexdigest())
+                if any(keys):
+                    fields["extra_keys"] = [each or None for each in keys]
                 if window is not None:
                     fields["kv_cache_spec_sliding_window"] = window
                 return fields | ({"session_id": session} if session else {})

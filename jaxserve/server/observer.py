@@ -205,6 +205,9 @@ class Observer(Collector):
         queries, hits = (0, 0) if images is None else (images.cache.num_queries, images.cache.num_hits)
         yield counter("vllm:mm_cache_queries", {"": queries})
         yield counter("vllm:mm_cache_hits", {"": hits})
+        if images is not None:
+            yield counter("jaxserve:encoder_inputs", {"": stats.num_encoder_inputs})
+            yield counter("jaxserve:encoder_output_tokens", {"": stats.num_encoder_output_tokens})
         if expert_tokens := stats.expert_tokens.total().values:
             by_expert = {str(expert): count for expert, count in enumerate(expert_tokens)}
             yield counter("jaxserve:expert_tokens", by_expert, "expert")

@@ -19,7 +19,7 @@ from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.core.kv_publisher import _END, KVPublisher, _for_rank
 from jaxserve.errors import ConfigError
 from jaxserve.offline.llm import LLM
-from jaxserve.scheduling.kv_cache.page_events import AllCleared
+from jaxserve.scheduling.kv_cache.page_events import AllCleared, BlocksStored
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import generate, tokens
 
@@ -220,6 +220,19 @@ def test_a_long_replay_is_complete(subscriber: Subscriber) -> None:
             while _END not in numbers[-1:] and request.poll(10_000):
                 numbers.append(request.recv_multipart()[2])
         assert numbers == [*(number.to_bytes(8, "big") for number in range(5000)), _END]
+    finally:
+        publisher.close()
+
+
+def test_images_are_extra_keys_of_their_blocks(subscriber: Subscriber) -> None:
+    """In vLLM's form: identifier and offset, before the salt."""
+    publisher: Any = KVPublisher(KVEventsConfig(**subscriber.config), PAGE_SIZE, [None])
+    try:
+        images = [[(bytes([7]) * 16, 2)], []]
+        event = BlocksStored([b"a", b"b"], None, [0] * 2 * PAGE_SIZE, 0, b"user:secret", "", "", images)
+        (image, salt), *others = publisher._event(event)["extra_keys"]
+        assert (image, len(salt), others) == (("07" * 16, 2), 32, [None])
+        assert "extra_keys" not in publisher._event(event._replace(salt=None, images=()))
     finally:
         publisher.close()
 

@@ -18,7 +18,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.core.sessions import UnknownSessionError
 from jaxserve.errors import RequestError
-from jaxserve.images.prepared import ExpandedPrompt
+from jaxserve.images.prepared import ExpandedPrompt, count_embeddings
 from jaxserve.models import registry
 from jaxserve.offline.llm import LLM
 from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint
@@ -62,6 +62,7 @@ def test_rows_that_are_swapped_out_continue(served: Served) -> None:
     stats = engine.stats.since(before)
     assert stats.num_preemptions
     assert stats.num_loaded_pages
+    assert (stats.num_encoder_inputs, stats.num_encoder_output_tokens) == (2, count_embeddings(low[1]))
     assert stats.num_tokens == len(low[0]) + len(high[0]) + 2 * (NUM_TOKENS - 1)
     assert count() == 2
     for each, output in zip((low, high), outputs, strict=True):

@@ -11,6 +11,7 @@ from jaxserve.errors import RequestError
 from jaxserve.images.prepared import ImageSpan, PreparedImage
 from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.encoder_cache import BLOCK_ROWS, EncoderCache
+from jaxserve.scheduling.kv_cache.page_events import BlocksStored, PageEvents
 from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
@@ -176,3 +177,15 @@ def test_images_that_never_fit_are_refused() -> None:
     with pytest.raises(RequestError, match="sliding window of 8 tokens, got 9; take a smaller image"):
         EncoderCache(NUM_ROWS, 36, 8).check_fits(request("0", [image(1, 9)]))
     EncoderCache(NUM_ROWS, window=8).check_fits(request("0", [image(1, 9)]))
+
+
+def test_events_name_the_images_in_blocks() -> None:
+    """Each with the index of its first token minus that of the block, as vLLM's extra keys."""
+    events = PageEvents(4)
+    scheduler = Scheduler(ScheduleConfig(**SIZES, num_encoder_rows=NUM_ROWS), events=events)
+    scheduler.add(request("0", [3, image(1, 6), image(2, 2), 6]))
+    drain(scheduler, Device())
+    stored = [event for event in events.take() if isinstance(event, BlocksStored)]
+    one, two = bytes([1]) * 16, bytes([2]) * 16
+    found = [each for event in stored for each in event.images]
+    assert found == [[(one, 3)], [(one, -1)], [(one, -5), (two, 1)], []]

@@ -26,6 +26,8 @@ class BlocksStored(NamedTuple):
         salt: namespace of the first block, which has no other before it; None for later ones.
         session: conversation of the request; empty without one.
         adapter: digest of the LoRA adapter on which they depend; empty for the base model.
+        images: for each block, the digests of images with tokens in it, and the index of each one's first token minus
+            that of the block; empty without images.
     """
 
     hashes: list[bytes]
@@ -35,6 +37,7 @@ class BlocksStored(NamedTuple):
     salt: bytes | None
     session: str
     adapter: str
+    images: Sequence[Sequence[tuple[bytes, int]]] = ()
 
 
 class BlocksRemoved(NamedTuple):
@@ -84,6 +87,9 @@ class PageEvents:
             None if first else request.salt,
             "" if hint is None else hint.group,
             adapter,
+            [_images(request, block * size, (block + 1) * size) for block in range(first, stop)]
+            if request.images
+            else (),
         )
         self._events.append(event)
 
@@ -119,3 +125,9 @@ class PageEvents:
         """Return the changes, and forget them."""
         events, self._events = self._events, []
         return events
+
+
+def _images(request: Request, start: int, end: int) -> list[tuple[bytes, int]]:
+    """Return the images that have tokens in a block from `start` to `end`; see `BlocksStored.images`."""
+    touched = [span for span in request.images if span.first < end and start < span.end]
+    return [(span.image.digest, span.first - start) for span in touched]
