@@ -4,12 +4,13 @@ import argparse
 from typing import Any
 
 from jaxserve import __version__
-from jaxserve.cli import batch, bench, check_invariance, completion, convert, generate, plan, quantize, serve
+from jaxserve.cli import batch, bench, check_invariance, completion, convert, generate, plan, quantize, route, serve
 from jaxserve.errors import did_you_mean
 
 COMMANDS = (
     generate.COMMAND,
     serve.COMMAND,
+    route.COMMAND,
     batch.COMMAND,
     bench.COMMAND,
     convert.COMMAND,

@@ -18,7 +18,6 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
 from jaxserve.api.config import EngineConfig
@@ -28,7 +27,8 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.core.batch_engine import BatchEngine
 from jaxserve.errors import ConfigError, EngineDiedError, PromptTooLongError, RequestError
-from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, Start, sample_depths
+from jaxserve.scheduling.byte_prefix import TOKEN_BYTES, byte_prefix
+from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, Start
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.text.loading import load_tokenizer
 
@@ -38,8 +38,6 @@ MAX_ISOLATED_DEATHS = 3
 MAX_FAILED_STARTS = 3  # consecutive failed starts per actor
 CALL_S = 0.05  # call duration, after which an actor returns finished requests and gets new ones
 _CALLS_AHEAD = 2  # the next call is queued when an actor ends one
-_BLOCK_BYTES = 256  # prompt bytes between consecutive prefix hashes
-_TOKEN_BYTES = 4  # estimated text bytes per token, and exact bytes per token id
 
 Ended = list[RequestOutput | RequestFailure]  # answer to a call: requests that ended
 
@@ -157,7 +155,7 @@ class _Job:
     def num_tokens(self) -> int:
         """Prompt length in tokens, estimated for text."""
         prompt = self.request.prompt
-        return len(prompt) // _TOKEN_BYTES + 1 if isinstance(prompt, str) else len(prompt)
+        return len(prompt) // TOKEN_BYTES + 1 if isinstance(prompt, str) else len(prompt)
 
     def load_with(self, num_shared_tokens: int) -> int:
         """Return the load in tokens that the job adds to an actor with `num_shared_tokens` of its prompt computed."""
@@ -173,15 +171,7 @@ class _Job:
         except (TypeError, OverflowError):  # the engine will refuse the prompt
             return NO_PREFIX
         salt = (self.request.cache_salt or "").encode(errors="surrogatepass")
-        state, start = blake2b(salt, digest_size=16, person=b"text" if is_text else b"ids"), 0
-        lengths: list[int] = []
-        hashes: list[bytes] = []
-        for depth in sample_depths(len(data) // _BLOCK_BYTES):
-            state.update(data[start : depth * _BLOCK_BYTES])
-            start = depth * _BLOCK_BYTES
-            lengths.append(start // _TOKEN_BYTES)
-            hashes.append(state.digest())
-        return Prefix(lengths, hashes)
+        return byte_prefix(data, salt, b"text" if is_text else b"ids")
 
 
 @dataclass(slots=True, eq=False)

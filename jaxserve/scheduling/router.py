@@ -126,41 +126,64 @@ class Router:
         # prefixes with one holder share a value. An OrderedDict takes five times as long to create.
         self._holders: dict[bytes, dict[int, int]] = {}
         self._epochs = [0] * num_replicas  # prefixes noted in an earlier epoch are lost
+        self._token_costs = [1.0] * num_replicas
+        self._is_uneven = False  # True if replicas differ in speed
 
     def set_load(self, replica: int, load: int, *, is_open: bool) -> None:
         """Set a replica's load, in tokens, and whether it accepts requests."""
         self._loads[replica], self._is_open[replica] = load, is_open
         self._open_loads[replica] = load + self._waiting_loads[replica] if is_open else _CLOSED
 
+    def set_token_cost(self, replica: int, cost: float) -> None:
+        """Set the time that a replica takes per token of load, in any unit; 1 for each replica without a value."""
+        self._token_costs[replica] = cost
+        self._is_uneven = len(set(self._token_costs)) > 1
+
     def close(self, replica: int) -> None:
         """Assign nothing to the replica until `set_load` opens it."""
         self._is_open[replica] = False
         self._open_loads[replica] = _CLOSED
 
-    def choose(self, prefix: Prefix, *, only_open: bool = False) -> Route | None:
+    def choose(self, prefix: Prefix, num_tokens: int = 0, *, only_open: bool = False) -> Route | None:
         """Return the cheapest replica for a request; None if no replica is open.
 
         Args:
             prefix: sampled prefixes of the prompt.
+            num_tokens: load of the request itself, which counts if replicas differ in speed.
             only_open: True to consider only open replicas; otherwise a closed one is chosen if waiting for it costs
                 less.
         """
         least = min(self._open_loads)
         if least == _CLOSED:
             return None
+        if self._is_uneven:
+            return self._choose_uneven(prefix, num_tokens, only_open=only_open)
         best = self._open_loads.index(least)
         if not prefix.hashes or prefix.hashes[0] not in self._holders:
             return Route(best, True, 0)
         shared = self._find_holders(prefix)
         best_cost = self._open_loads[best] - _SAVING_WEIGHT * shared.get(best, 0)
-        for replica, num_tokens in shared.items():
-            cost = self._loads[replica] + self._waiting_loads[replica] - _SAVING_WEIGHT * num_tokens
+        for replica, num_shared in shared.items():
+            cost = self._loads[replica] + self._waiting_loads[replica] - _SAVING_WEIGHT * num_shared
             if not self._is_open[replica]:
                 if only_open:
                     continue
                 cost += CLOSED_CHARGE_TOKENS
             if cost < best_cost:
                 best, best_cost = replica, cost
+        return Route(best, self._is_open[best], shared.get(best, 0))
+
+    def _choose_uneven(self, prefix: Prefix, num_tokens: int, *, only_open: bool) -> Route:
+        """Return the cheapest replica for a request if replicas differ in speed; see `choose`."""
+        shared = self._find_holders(prefix)
+
+        def cost(replica: int) -> float:
+            load = self._loads[replica] + self._waiting_loads[replica] + num_tokens
+            load += 0 if self._is_open[replica] else CLOSED_CHARGE_TOKENS
+            return (load - _SAVING_WEIGHT * shared.get(replica, 0)) * self._token_costs[replica]
+
+        allowed = {replica for replica, is_open in enumerate(self._is_open) if is_open}
+        best = min(sorted(allowed if only_open else allowed | shared.keys()), key=cost)
         return Route(best, self._is_open[best], shared.get(best, 0))
 
     def assign(

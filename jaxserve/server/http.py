@@ -14,6 +14,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
+KEEP_ALIVE_S = 5  # time after which idle connections are closed
 Json = dict[str, Any]
 
 JSON_TYPE, EVENTS_TYPE = b"application/json", b"text/event-stream; charset=utf-8"

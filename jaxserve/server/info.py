@@ -162,8 +162,8 @@ class Info:
         await call.send_json({"status": reason or "ok"}, 200 if reason is None else 503)
 
     async def load(self, call: Call) -> None:
-        """Reply with the open requests' number."""
-        await call.send_json({"server_load": len(self._service.streams)})
+        """Reply with the unfinished requests' number, as vLLM does, and with what a router asks for."""
+        await call.send_json({"server_load": len(self._service.streams), **self._service.observer.load()})
 
     async def version(self, call: Call) -> None:
         """Reply with jaxserve's version."""

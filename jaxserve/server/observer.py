@@ -26,6 +26,7 @@ _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _REJECTIONS = ("queue_full", "queue_tokens", "wait", "extras", "shed", "key_limit", "rate_limit", "draining")
 FRESH_S = 0.02  # lifetime of an estimate
+_TYPICAL_TOKENS = 1024  # length of a prompt that states an engine's speed
 MAX_CLASSES = 64  # classes whose estimates are kept
 
 # Upper bounds of the histograms' buckets, as vLLM's metrics have them.
@@ -168,6 +169,16 @@ class Observer(Collector):
         """Return the time until a request that came now would start; 0 if that is unknown."""
         wait = self.wait()
         return 0.0 if wait is None else float(wait.start_s)
+
+    def load(self) -> dict[str, int | float]:
+        """Return the work in the engine, and its time per prompt token if steps were measured."""
+        found: dict[str, int | float] = {
+            "num_running": self._engine.occupancy.num_running,
+            "num_waiting_tokens": self.wait_estimator.num_waiting_tokens(),
+        }
+        if seconds := self.wait_estimator.prefill_s(_TYPICAL_TOKENS):
+            found["prompt_token_s"] = seconds / _TYPICAL_TOKENS
+        return found
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""

@@ -14,13 +14,13 @@ import uvicorn
 
 from jaxserve.server.app import App
 from jaxserve.server.connection import Connection
+from jaxserve.server.http import KEEP_ALIVE_S
 from jaxserve.server.sockets import url_of
 
 if TYPE_CHECKING:
     from jaxserve.assembly.engine import Engine
     from jaxserve.server.config import ServerConfig
 
-KEEP_ALIVE_S = 5
 # By default each thread that computes keeps the lock of Python for 5 ms before the loop gets it, which needs it several
 # times to answer a request.
 SWITCH_INTERVAL_S = 5e-4

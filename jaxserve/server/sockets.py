@@ -6,15 +6,30 @@ import ipaddress
 import os
 import socket
 import stat
-from typing import TYPE_CHECKING
+from typing import Protocol, runtime_checkable
 
 from jaxserve.errors import ConfigError
 
-if TYPE_CHECKING:
-    from jaxserve.server.config import ServerConfig
+
+@runtime_checkable
+class Address(Protocol):
+    """Options with the address to listen at.
+
+    Attributes:
+        host: host, if `uds` is None.
+        port: port, if `uds` is None; 0 takes a free one.
+        uds: path of a Unix domain socket.
+    """
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def uds(self) -> str | None: ...
 
 
-def listen(config: ServerConfig) -> socket.socket:
+def listen(config: Address) -> socket.socket:
     """Return a socket bound to the address that the options specify; ConfigError if it is taken.
 
     A Unix socket that an ended server has left is replaced.

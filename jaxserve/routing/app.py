@@ -1,0 +1,150 @@
+"""App: the router's HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.format import CHAT, COMPLETIONS, SCORING_PATHS
+from jaxserve.openai.interfaces import INVOCATIONS
+from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
+from jaxserve.openai.pooling import TASKS
+from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES
+from jaxserve.routing.counts import Counts
+from jaxserve.routing.exchange import Exchange, error_reply
+from jaxserve.routing.replicas import Replicas
+from jaxserve.server.sockets import url_of
+
+if TYPE_CHECKING:
+    import socket
+
+    from jaxserve.routing.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+_ROUTED = {
+    *(("POST", path) for path in (COMPLETIONS, CHAT, RESPONSES, INPUT_TOKENS, MESSAGES, COUNT_TOKENS, INVOCATIONS)),
+    *(("POST", path) for path in ("/tokenize", "/detokenize", *TASKS, *SCORING_PATHS)),
+    *(("GET", path) for path in ("/", "/v1/models", "/version")),
+}
+_STATEFUL = ("/v1/files", "/v1/batches", "/v1/sessions", "/slots", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
+class App:
+    """The router: an aiohttp application.
+
+    Args:
+        config: options of the router.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self.replicas = Replicas(config)
+        self.counts = Counts(self.replicas)
+        self.web = web.Application(client_max_size=config.max_body_bytes)
+        self.web.router.add_get("/health", self._health)
+        self.web.router.add_get("/ready", self._health)
+        self.web.router.add_get("/load", self._load)
+        self.web.router.add_get("/metrics", self._metrics)
+        self.web.router.add_route("*", "/{path:.*}", self._serve)
+        self.web.on_startup.append(self._start)
+        self.web.on_cleanup.append(self._stop)
+
+    async def _start(self, _: web.Application) -> None:
+        self.replicas.start()
+
+    async def _stop(self, _: web.Application) -> None:
+        await self.replicas.close()
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        """Serve a request by a replica."""
+        path = request.rel_url.raw_path
+        try:
+            method = "GET" if request.method == "HEAD" else request.method
+            if (method, path) not in _ROUTED and not (method == "GET" and path.startswith("/v1/models/")):
+                raise _not_routed(request.method, path)
+            body = await request.read() if method == "POST" else b""
+            return await Exchange(request, body, self.replicas, self._config, self.counts).serve()
+        except web.HTTPRequestEntityTooLarge:
+            message = f"a body must have at most {self._config.max_body_bytes} bytes"
+            return error_reply(path, BadRequestError(message, None, "body_too_large", 413))
+        except BadRequestError as error:
+            return error_reply(path, error)
+        except (ConnectionError, asyncio.CancelledError):  # the client has gone
+            raise
+        except Exception:
+            logger.exception("a request has failed")
+            message = "the router has failed; its log says why"
+            return error_reply(path, BadRequestError(message, None, "internal_error", 500))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        """Reply with the replicas' problems: status 200 if any replica is ready, else 503."""
+        problems = {replica.url: replica.problem or "ok" for replica in self.replicas.all}
+        is_ready = self.replicas.num_ready > 0
+        content = {"status": "ok" if is_ready else "no server is ready", "replicas": problems}
+        return web.json_response(content, status=200 if is_ready else 503)
+
+    async def _load(self, _: web.Request) -> web.Response:
+        """Reply with the number of unfinished requests."""
+        return web.json_response({"server_load": sum(replica.num_requests for replica in self.replicas.all)})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        """Reply with all metrics in Prometheus' text format."""
+        return web.Response(
+            body=self.counts.text(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
+
+
+def _not_routed(method: str, path: str) -> BadRequestError:
+    """Return the error for a path that the router does not serve."""
+    if path.startswith(_STATEFUL):
+        message = f"{path} belongs to one server, which keeps its files; call that server, not the router"
+        return BadRequestError(message, None, "not_found", 404)
+    if methods := sorted(known for known, each in _ROUTED if each == path):
+        message = f"{path} must be called with {' or '.join(methods)}, got {method}"
+        return BadRequestError(message, None, "method_not_allowed", 405)
+    return BadRequestError(f"there is no {path} here", None, "not_found", 404)
+
+
+def serve(config: RouterConfig, sock: socket.socket, on_start: Callable[[str], None] = lambda url: None) -> None:
+    """Route requests until a signal comes; open replies then have half a minute.
+
+    Args:
+        config: options.
+        sock: socket from `sockets.listen`.
+        on_start: called with the URL when requests are taken.
+    """
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        runner.run(run(App(config), sock, on_start))
+
+
+async def run(app: App, sock: socket.socket, on_start: Callable[[str], None]) -> None:
+    """Serve an app until a signal comes or the task is cancelled."""
+    runner = web.AppRunner(app.web, handler_cancellation=True, access_log=None, shutdown_timeout=30.0)
+    await runner.setup()
+    stopped = asyncio.Event()
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # another thread's loop, or a system without signals
+        for each in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(each, stopped.set)
+    try:
+        await web.SockSite(runner, sock, backlog=2048).start()
+        on_start(url_of(sock))
+        await stopped.wait()
+    finally:
+        await runner.cleanup()
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop  # noqa: PLC0415 - not on Windows
+
+    return uvloop.new_event_loop()

@@ -1,0 +1,243 @@
+"""Exchange: one request's way through the router, over as many replicas as it takes."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from jaxserve.errors import brief
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.interfaces import error_body_at, error_status_at
+from jaxserve.openai.messages import MESSAGES
+from jaxserve.openai.resumption import FIELD, HEADER, Delivered, ReplyIdentity, split_at_comments
+from jaxserve.scheduling.byte_prefix import TOKEN_BYTES, byte_prefix
+from jaxserve.scheduling.router import ROW_CHARGE_TOKENS
+
+if TYPE_CHECKING:
+    from jaxserve.routing.config import RouterConfig
+    from jaxserve.routing.counts import Counts
+    from jaxserve.routing.replicas import Load, Replica, Replicas
+
+_HOP_HEADERS = frozenset(  # these concern one connection; RFC 9110, section 7.6.1
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer")
+) | {"transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "expect"}
+_PROMPT_FIELDS = tuple(
+    f'"{name}"'.encode() for name in ("system", "instructions", "tools", "messages", "prompt", "input", "query")
+)
+_HEADER = HEADER.decode()
+_EVENTS_TYPE = "text/event-stream"
+_REFUSALS = (503, 529)  # another replica may take the request; 529 is Anthropic's
+
+
+class _LostError(Exception):
+    """A replica that could not be reached, or has died while it served the request."""
+
+    def __init__(self, problem: str, *, has_died: bool) -> None:
+        super().__init__(problem)
+        self.has_died = has_died
+
+
+class _RefusedError(Exception):
+    """A replica that takes no request now; its reply is kept."""
+
+    def __init__(self, reply: web.Response) -> None:
+        super().__init__()
+        self.reply = reply
+
+
+class Exchange:
+    """A request and its reply.
+
+    A reply that breaks off is asked for again from another replica. All replicas get the same name, date and seed for
+    it, so that it is the same reply; a stream continues after the part that the client has got.
+
+    Args:
+        request: the client's request.
+        body: its body.
+        replicas: replicas that may serve it.
+        config: options of the router.
+        counts: totals of the router.
+    """
+
+    def __init__(
+        self, request: web.Request, body: bytes, replicas: Replicas, config: RouterConfig, counts: Counts
+    ) -> None:
+        self._request, self._body, self._replicas = request, body, replicas
+        self._config, self._counts = config, counts
+        self._path = request.rel_url.raw_path
+        identity = ReplyIdentity(secrets.token_hex(16), int(time.time()), secrets.randbits(62))
+        self._headers = CIMultiDict(
+            (name, value) for name, value in request.headers.items() if name.lower() not in _HOP_HEADERS
+        )
+        self._headers["accept-encoding"] = "identity"
+        self._headers[_HEADER] = identity.header().decode()
+        if request.remote:
+            self._headers["x-forwarded-for"] = ", ".join(
+                filter(None, (request.headers.get("x-forwarded-for"), request.remote))
+            )
+        start = min((at for field in _PROMPT_FIELDS if (at := body.find(field)) >= 0), default=len(body))
+        key = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
+        self._prefix = byte_prefix(body[start:], key.encode(errors="surrogateescape"), b"body")
+        self._num_tokens = (len(body) - start) // TOKEN_BYTES
+        self._reply: web.StreamResponse | None = None  # the stream to the client, once it has begun
+        self._delivered: Delivered | None = None  # None if the stream cannot move
+
+    async def serve(self) -> web.StreamResponse:
+        """Serve the request, and return the reply, which may have been sent already.
+
+        Raises:
+            BadRequestError: no replica can serve it, and the reply has not begun.
+        """
+        num_deaths, until_s = 0, 0.0
+        tried: set[Replica] = set()
+        refusal: web.Response | None = None
+        while True:
+            choice = self._replicas.choose(self._prefix, self._num_tokens, tried)
+            if choice is None:
+                if refusal is not None and self._reply is None:
+                    return refusal
+                # only what has begun, or was lost, waits for another replica
+                if num_deaths and await self._replicas.wait_for_ready(until_s):
+                    tried.clear()
+                    continue
+                return await self._fail(self._no_replica())
+            replica, num_shared = choice
+            try:
+                with self._replicas.serving(replica, self._prefix, max(self._num_tokens - num_shared, 0)) as load:
+                    return await self._attempt(replica, load)
+            except _RefusedError as refused:
+                refusal = refused.reply
+                tried.add(replica)
+                self._counts.refused(replica)
+            except _LostError as lost:
+                self._replicas.fail(replica, str(lost))
+                self._counts.lost(replica)
+                if lost.has_died:
+                    num_deaths += 1
+                    until_s = time.monotonic() + self._config.failover_timeout_s
+                    if (error := self._why_not_again(num_deaths)) is not None:
+                        return await self._fail(error)
+
+    def _why_not_again(self, num_deaths: int) -> BadRequestError | None:
+        """Return why a request cannot be tried again after `num_deaths` deaths of replicas; None if it can."""
+        if num_deaths >= self._config.max_deaths:
+            message = f"{num_deaths} servers have died while they served this request; it is not tried again"
+        elif self._reply is not None and self._delivered is None:
+            message = "the server has died, and a stream of this kind cannot continue on another one"
+        else:
+            return None
+        return BadRequestError(message, None, "server_died", 502)
+
+    async def _attempt(self, replica: Replica, load: Load) -> web.StreamResponse:
+        """Let a replica serve the request, or the rest of it.
+
+        Raises:
+            _LostError: the replica cannot be reached, or its reply has broken off.
+            _RefusedError: it takes no request now.
+        """
+        try:
+            async with replica.request(
+                self._request.method,
+                self._request.rel_url.raw_path_qs,
+                headers=self._headers,
+                data=self._body_for_rest() if self._request.method == "POST" else None,
+            ) as reply:
+                done = await self._take(reply, load)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise _LostError(f"it cannot be reached: {error}", has_died=False) from error
+        except (aiohttp.ClientError, OSError) as error:
+            if self._request.transport is None or self._request.transport.is_closing():
+                raise  # the client has gone
+            raise _LostError(f"a reply broke off: {error!r}", has_died=True) from error
+        self._counts.answered(replica)
+        return done
+
+    async def _take(self, reply: aiohttp.ClientResponse, load: Load) -> web.StreamResponse:
+        """Return a replica's reply; a stream is sent to the client meanwhile."""
+        if reply.status in _REFUSALS:
+            raise _RefusedError(await self._whole(reply))
+        if self._reply is not None and reply.status != 200:
+            detail = brief((await reply.read()).decode(errors="replace"))
+            message = f"the server has died, and another one cannot continue the stream: {detail}"
+            return await self._fail(BadRequestError(message, None, "server_died", 502))
+        return await (self._relay(reply, load) if reply.content_type == _EVENTS_TYPE else self._whole(reply))
+
+    def _body_for_rest(self) -> bytes:
+        """Return the body with the part of the stream that the client has got, if there is one."""
+        if self._delivered is None or self._reply is None:
+            return self._body
+        field = json.dumps({FIELD: self._delivered.body_field()}, separators=(",", ":"))
+        return self._body.rstrip()[:-1] + b"," + field[1:].encode()
+
+    async def _whole(self, reply: aiohttp.ClientResponse) -> web.Response:
+        """Return a whole reply."""
+        return web.Response(body=await reply.read(), status=reply.status, headers=_without_hops(reply.headers))
+
+    async def _relay(self, reply: aiohttp.ClientResponse, load: Load) -> web.StreamResponse:
+        """Send a stream to the client as it comes, without the comments between its parts."""
+        if self._reply is None:
+            self._delivered = Delivered() if _HEADER in reply.headers else None
+            self._reply = web.StreamResponse(status=reply.status, headers=_without_hops(reply.headers))
+            await self._reply.prepare(self._request)
+        elif self._delivered is not None:
+            self._counts.num_moved += 1
+        kept = b""
+        async for data in reply.content.iter_any():
+            if self._delivered is None:
+                await self._send(data)
+            else:
+                events, comments, kept = split_at_comments(kept + data)
+                for comment in comments:
+                    self._delivered.add(comment)
+                if events:
+                    await self._send(events)
+            load.lower(ROW_CHARGE_TOKENS)
+        await self._send(kept)
+        await self._reply.write_eof()
+        return self._reply
+
+    async def _send(self, data: bytes) -> None:
+        """Send a part of the stream; ConnectionResetError if the client has gone."""
+        assert self._reply is not None, "the stream has begun"
+        await self._reply.write(data)
+
+    async def _fail(self, error: BadRequestError) -> web.StreamResponse:
+        """End the reply with an error: its only content, or the last event of a stream.
+
+        Raises:
+            BadRequestError: the error, if the reply has not begun.
+        """
+        self._counts.num_failed += 1
+        if self._reply is None:
+            raise error
+        body = json.dumps(error_body_at(self._path, error))
+        name = "event: error\n" if self._path.startswith(MESSAGES) else ""
+        with suppress(ConnectionError):
+            await self._reply.write(f"{name}data: {body}\n\n".encode())
+            await self._reply.write_eof()
+        return self._reply
+
+    def _no_replica(self) -> BadRequestError:
+        """Return the error if no replica is ready."""
+        problems = "; ".join(f"{replica.url}: {replica.problem}" for replica in self._replicas.all if replica.problem)
+        return BadRequestError(f"no server is ready: {problems or 'all refuse'}", None, "no_replica", 503)
+
+
+def _without_hops(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """Return a reply's headers without those that concern one connection or the router."""
+    dropped = _HOP_HEADERS | {_HEADER}
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
+
+
+def error_reply(path: str, error: BadRequestError) -> web.Response:
+    """Return an error in the format of a path as a whole reply."""
+    headers = {"retry-after": "1"} if error.status_code == 503 else {}
+    return web.json_response(error_body_at(path, error), status=error_status_at(path, error), headers=headers)

@@ -1,0 +1,279 @@
+"""Replicas: the servers of a router, whether they are ready, their loads, and the choice of one for a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from yarl import URL
+
+from jaxserve.errors import brief
+from jaxserve.routing.config import RouterConfig
+from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix, Router
+from jaxserve.server.http import KEEP_ALIVE_S
+
+logger = logging.getLogger(__name__)
+
+_NOT_ASKED = "it has not answered yet"
+_MIN_TOKEN_S = 1e-9
+_RECENT_S = 30.0  # half-life of work in the sum that spreads requests over idle replicas, and thus over their caches
+_RECENT_WEIGHT = 1 / 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """Load that a replica reports.
+
+    Attributes:
+        num_running: its running requests.
+        num_waiting_tokens: uncomputed prompt tokens of its waiting requests.
+        prompt_token_s: its time per prompt token; None if unknown.
+    """
+
+    num_running: int = 0
+    num_waiting_tokens: int = 0
+    prompt_token_s: float | None = None
+
+    @classmethod
+    def from_reply(cls, reply: object) -> LoadReport:
+        """Return the load in a reply to `/load`; values that servers of other kinds leave out are zero."""
+        given = reply if isinstance(reply, dict) else {}
+
+        def count(name: str) -> int:
+            value = given.get(name, 0)
+            return max(int(value), 0) if isinstance(value, int | float) else 0
+
+        token_s = given.get("prompt_token_s")
+        is_known = isinstance(token_s, float) and token_s > _MIN_TOKEN_S
+        num_running = count("num_running" if "num_running" in given else "server_load")
+        return cls(num_running, count("num_waiting_tokens"), token_s if is_known else None)
+
+    @property
+    def num_tokens(self) -> int:
+        """Load in tokens as the router counts it."""
+        return self.num_waiting_tokens + ROW_CHARGE_TOKENS * self.num_running
+
+
+class Replica:
+    """A server that the router gives requests.
+
+    Args:
+        index: its index in the router.
+        url: its URL.
+        config: options of the router.
+
+    Attributes:
+        problem: why it gets no requests; None if it is ready.
+        report: its last load report.
+        load: load in tokens that this router has given it.
+        num_requests: requests that it serves for this router.
+    """
+
+    def __init__(self, index: int, url: str, config: RouterConfig) -> None:
+        self.index, self.url = index, url
+        self.problem: str | None = _NOT_ASKED
+        self.report = LoadReport()
+        self.load = self.num_requests = 0
+        self._recent, self._recent_at_s = 0.0, 0.0
+        self._socket = urlsplit(url).path if url.startswith("unix:") else None
+        self._origin = "http://localhost" if self._socket is not None else url.rstrip("/")
+        self._config = config
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def recent_tokens(self) -> float:
+        """Tokens that it was given lately, earlier ones counting less."""
+        return float(self._recent * 0.5 ** ((time.monotonic() - self._recent_at_s) / _RECENT_S))
+
+    def note_work(self, num_tokens: int) -> None:
+        """Add tokens to `recent_tokens`."""
+        self._recent, self._recent_at_s = self.recent_tokens + num_tokens, time.monotonic()
+
+    def request(
+        self, method: str, path: str, **options: Any
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Send a request; see `aiohttp.ClientSession.request`. `path` is percent-encoded."""
+        if self._session is None:
+            connect_s = self._config.connect_timeout_s
+            self._session = aiohttp.ClientSession(
+                connector=_connector(self._socket),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._session.request(method, URL(self._origin + path, encoded=True), allow_redirects=False, **options)
+
+    async def ask(self) -> None:
+        """Update `problem` and `report`. A replica that does not answer in time loses its connections."""
+        try:
+            async with asyncio.timeout(self._config.poll_timeout_s):
+                problem = await self._ask_ready()
+                if problem is None:
+                    async with self.request("GET", "/load") as reply:
+                        if reply.status == 200:
+                            self.report = LoadReport.from_reply(await reply.json(content_type=None))
+        except TimeoutError:
+            problem = f"it has not answered within {self._config.poll_timeout_s} s"
+            await self.close()  # the requests that it serves continue elsewhere
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            problem = f"it does not answer: {brief(str(error) or type(error).__name__)}"
+        self.set_problem(problem)
+
+    async def _ask_ready(self) -> str | None:
+        """Return why the replica is not ready; None if it is."""
+        for path in ("/ready", "/health"):  # servers of other kinds have only the second
+            async with self.request("GET", path) as reply:
+                if reply.status != 404:
+                    text = await reply.text()
+                    return None if reply.status == 200 else f"{path} has status {reply.status}: {brief(text)}"
+        return "it has neither /ready nor /health"
+
+    def set_problem(self, problem: str | None) -> None:
+        """Set why the replica gets no requests, and log a change."""
+        if (problem is None) != (self.problem is None):
+            if problem is None:
+                logger.info("replica %s is ready", self.url)
+            else:
+                logger.warning("replica %s gets no requests: %s", self.url, problem)
+        self.problem = problem
+
+    async def close(self) -> None:
+        """Close all connections; requests that the replica serves end as if it had died."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def _connector(path: str | None) -> aiohttp.BaseConnector:
+    """Return connections to a Unix socket's path, or over TCP for None."""
+    options: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEP_ALIVE_S / 2}  # closed here before the server does
+    return aiohttp.TCPConnector(**options) if path is None else aiohttp.UnixConnector(path, **options)
+
+
+class Replicas:
+    """All replicas, and the choice among them by load, speed and cached prefixes.
+
+    Attributes:
+        all: the replicas.
+    """
+
+    def __init__(self, config: RouterConfig) -> None:
+        self.all = [Replica(index, url, config) for index, url in enumerate(config.replicas)]
+        self._config = config
+        self._router = Router(len(self.all))
+        self._polls: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()  # set and replaced when a replica becomes ready
+
+    def start(self) -> None:
+        """Start to poll the replicas; to be called on the event loop."""
+        self._polls = [asyncio.create_task(self._poll(replica)) for replica in self.all]
+
+    async def close(self) -> None:
+        """Stop polling, and close all connections."""
+        for poll in self._polls:
+            poll.cancel()
+        await asyncio.gather(*self._polls, return_exceptions=True)
+        for replica in self.all:
+            await replica.close()
+
+    @property
+    def num_ready(self) -> int:
+        """Number of replicas that get requests."""
+        return sum(replica.problem is None for replica in self.all)
+
+    def fail(self, replica: Replica, problem: str) -> None:
+        """Give a replica no more requests until it answers again; its cache may be lost."""
+        replica.set_problem(problem)
+        self._router.forget(replica.index)
+        self._router.close(replica.index)
+
+    def choose(self, prefix: Prefix, num_tokens: int, tried: Collection[Replica] = ()) -> tuple[Replica, int] | None:
+        """Return a ready replica for a request, and the prompt tokens that it is expected to have cached.
+
+        Args:
+            prefix: sampled prefixes of the prompt.
+            num_tokens: estimated prompt tokens.
+            tried: replicas that have refused the request.
+
+        Returns:
+            None if no replica is ready but these.
+        """
+        costs = [replica.report.prompt_token_s for replica in self.all]
+        known = [cost for cost in costs if cost is not None]
+        for replica, cost in zip(self.all, costs, strict=True):
+            load = max(replica.load, replica.report.num_tokens) + round(replica.recent_tokens * _RECENT_WEIGHT)
+            self._router.set_load(replica.index, load, is_open=replica.problem is None and replica not in tried)
+            self._router.set_token_cost(replica.index, cost or (sum(known) / len(known) if known else 1.0))
+        route = self._router.choose(prefix, num_tokens + ROW_CHARGE_TOKENS, only_open=True)
+        return None if route is None else (self.all[route.replica], route.num_shared_tokens)
+
+    @contextlib.contextmanager
+    def serving(self, replica: Replica, prefix: Prefix, num_tokens: int) -> Iterator[Load]:
+        """Count a request on a replica within the context.
+
+        Args:
+            replica: the replica.
+            prefix: sampled prefixes of the prompt.
+            num_tokens: prompt tokens that it must compute.
+        """
+        load = Load(replica, num_tokens + ROW_CHARGE_TOKENS)
+        replica.note_work(num_tokens + ROW_CHARGE_TOKENS)
+        replica.num_requests += 1
+        self._router.note(replica.index, prefix)
+        try:
+            yield load
+        finally:
+            replica.num_requests -= 1
+            load.lower(0)
+
+    async def wait_for_ready(self, until_s: float) -> bool:
+        """Wait until a replica is ready; return False if none is at `until_s`, in the clock's seconds."""
+        while not self.num_ready:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
+        return True
+
+    async def _poll(self, replica: Replica) -> None:
+        """Ask a replica again and again whether it is ready, until cancelled."""
+        while True:
+            was_ready = replica.problem is None
+            try:
+                await replica.ask()
+            except Exception as error:  # a defect must not end the poll
+                logger.exception("replica %s could not be asked", replica.url)
+                replica.set_problem(f"it could not be asked: {error!r}")
+            if replica.problem is None and not was_ready:
+                self._changed.set()
+                self._changed = asyncio.Event()
+            elif replica.problem is not None and was_ready:
+                self.fail(replica, replica.problem)
+            await asyncio.sleep(self._config.poll_interval_s)
+
+
+class Load:
+    """Load that one request adds to a replica.
+
+    Args:
+        replica: the replica.
+        num_tokens: the load in tokens.
+    """
+
+    def __init__(self, replica: Replica, num_tokens: int) -> None:
+        self._replica, self._num_tokens = replica, num_tokens
+        replica.load += num_tokens
+
+    def lower(self, num_tokens: int) -> None:
+        """Lower the load to `num_tokens`; a higher one stays as it is."""
+        less = max(self._num_tokens - num_tokens, 0)
+        self._num_tokens -= less
+        self._replica.load -= less
