@@ -204,11 +204,20 @@ def test_preempted_rows_continue(served: Served) -> None:
         served.check(each, output)
 
 
+@pytest.mark.parametrize("served", ["llava"], indirect=True)
 def test_images_beyond_the_encoder_cache_are_refused(served: Served) -> None:
-    engine = served.engine(encoder_cache_size=16)
-    if served.pictures.image(1).num_embeddings > 16:
-        with pytest.raises(RequestError, match="at most 16 tokens, the size of the encoder cache, got"):
-            served.run([served.pictures.prompt(3, served.pictures.image(1))], engine)
+    """Other requests are served meanwhile; images of another model are refused, too."""
+    engine, image = served.engine(encoder_cache_size=16), served.pictures.image(1)
+    assert image.num_embeddings == 25
+    wrong = replace(image, patches=image.patches[:, :-1])
+    text = served.pictures.prompt(7)
+    output = served.add(engine, "text", text)
+    with pytest.raises(RequestError, match="at most 16 tokens, the size of the encoder cache, got 25"):
+        served.add(engine, "large", served.pictures.prompt(3, image))
+    with pytest.raises(RequestError, match="must be prepared for this model, with 48 values per patch"):
+        served.add(engine, "wrong", served.pictures.prompt(3, wrong))
+    served.finish(engine)
+    served.check(text, output)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
