@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 
+from jaxserve import weights
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.metrics import EngineStats
 from jaxserve.assembly.parameters import compute_dtype, storage_name
@@ -23,6 +24,7 @@ from jaxserve.execution.proposer import PagedProposer
 from jaxserve.execution.runner import Runner
 from jaxserve.layers.kv_forms import HeadVectors, MixedHeads
 from jaxserve.layers.sharding import tensor_size
+from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.scheduling.kv_cache.page_archive import PageArchive
@@ -72,7 +74,25 @@ def build_movers(
             "raise num_pages instead, or keep pages on disk (kv_offloading_path)",
             config.kv_offloading_size,
         )
-    return [_build_mover(config, each, stats, content) if isinstance(each, Runner) else None for each in executors]
+    runners = [each for each in executors if isinstance(each, Runner)]
+    has_layer = any(isinstance(each.programs.lowering.proposer, PagedProposer) for each in runners)
+    draft = layer_content(config) if has_layer else b""
+    return [
+        _build_mover(config, each, stats, lambda: content() + draft) if isinstance(each, Runner) else None
+        for each in executors
+    ]
+
+
+def layer_content(config: EngineConfig) -> bytes:
+    """Return the digest of a draft layer's own directory; empty without one, or without pages on disk.
+
+    Keys and values of the layer are stored with the pages.
+    """
+    speculation = config.speculation
+    if config.kv_offloading_path is None or speculation is None or speculation.model is None:
+        return b""
+    with registry.config_errors():
+        return weights.content_digest(speculation.model)
 
 
 def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats, content: Callable[[], bytes]) -> PageMover:
@@ -154,7 +174,7 @@ def fingerprint(content: bytes, config: EngineConfig, lowering: Lowering) -> byt
     They depend neither on the attention backend nor on `tensor_parallel_size`.
 
     Args:
-        content: digest of the weights.
+        content: digest of the weights, also of a draft layer's.
         config: engine options.
         lowering: the engine's programs.
     """

@@ -12,8 +12,10 @@ from types import FunctionType
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given
+from safetensors.numpy import save_file
 
 from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.api.config import EngineConfig
@@ -22,7 +24,7 @@ from jaxserve.api.outputs import RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.assembly.generation_defaults import build_arch
-from jaxserve.assembly.page_tiers import check_model, fingerprint
+from jaxserve.assembly.page_tiers import check_model, fingerprint, layer_content
 from jaxserve.core.event_log import replay_log
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering
@@ -303,6 +305,21 @@ def test_another_process_finds_pages_of_a_mixture() -> None:
     there.__module__, there.__qualname__ = here.__module__, here.__qualname__
     assert fingerprint_of(there) == fingerprint_of(here)
     assert fingerprint_of(geglu) != fingerprint_of(here)
+
+
+def test_pages_are_bound_to_the_weights_of_a_draft_layer(tmp_path: Path) -> None:
+    """Its keys and values are stored with them."""
+
+    def content(**options: Any) -> bytes:
+        layer = {"method": "eagle3", "model": str(tmp_path)}
+        return layer_content(EngineConfig("llama", speculative_config=layer, **options))
+
+    found = []
+    for factor in (1, 2, 1):
+        save_file({"fc.weight": np.full((2, 2), factor, np.float32)}, tmp_path / "model.safetensors")
+        found.append(content(kv_offloading_path=str(tmp_path)))
+    assert found[0] == found[2] != found[1]
+    assert content(kv_offloading_size=1) == b""
 
 
 def test_damaged_file_costs_time_only(open_engine: Callable[..., DrivenEngine], tmp_path: Path) -> None:
