@@ -5,6 +5,8 @@ All groups share the threads. A row's result is bit-identical whatever other row
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int, Int32
 
 from jaxserve.pallas_kernels import native, packed_linear
@@ -26,7 +28,7 @@ def multiply(
     group_sizes: Int32[Array, " G"],
     layer: Int[Array, ""],
 ) -> Float[Array, "M out"]:
-    """Multiply each row of x by its group's matrix in one native call, in float32; apply SwiGLU if matrices are gated.
+    """Multiply each row of x by its group's matrix in one native call; apply SwiGLU if matrices are gated.
 
     Args:
         problem: static parameters.
@@ -35,4 +37,5 @@ def multiply(
         group_sizes: rows per group; rows after the last group get zeros.
         layer: zero, since packed matrices belong to one layer.
     """
-    return packed_linear.multiply_groups(matrices, x, group_sizes, input_format=problem.input_format)
+    options: Any = {"input_format": problem.input_format, "dtype": problem.result_dtype}
+    return packed_linear.multiply_groups(matrices, x, group_sizes, **options)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
@@ -22,7 +23,8 @@ SPAN_ATTENTION = "jaxserve_span_attention"
 LINEAR = "jaxserve_linear"
 GROUPED_LINEAR = "jaxserve_grouped_linear"
 ZEROS = "jaxserve_zeros"
-ABI = 17  # version of the calls' signatures and of packed weights; ffi.cc has the same number
+ACTIVATION_DTYPES = ("float32", "bfloat16")
+ABI = 18  # version of the calls' signatures and of packed weights; ffi.cc has the same number
 
 _DIRECTORY = Path(__file__).parent
 _LIBRARY = _DIRECTORY / "_kernels.so"
@@ -44,6 +46,11 @@ def unavailable() -> str | None:
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         return f"the native kernels do not load, reinstall the package: {error}"
     return None
+
+
+def activation_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """Return the dtype in which the kernels read and write activations of a dtype: itself, or float32."""
+    return jnp.dtype(dtype if jnp.dtype(dtype).name in ACTIVATION_DTYPES else jnp.float32)
 
 
 def zeros(shape: Sequence[int], dtype: DTypeLike) -> Array:

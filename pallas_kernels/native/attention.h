@@ -14,6 +14,9 @@
 // Keys and values of int4 pools become floats a block at a time, and stay in a core's first-level cache while the
 // queries of a tile pass. They are stored rotated: queries are rotated too, and outputs back.
 //
+// With matrix tiles (AMX), queries of bfloat16 meet a pool of bfloat16 as such, and so do weights. Keys and values of a
+// block are arranged as tiles once for all queries of a tile; values that a tile does not see become zeros.
+//
 // Latents are stored by token, [P, H], since their beginnings are the values. The keys of a block are transposed into
 // working memory, once for all queries of a tile.
 
@@ -23,10 +26,14 @@
 #include <array>
 #include <bitset>
 #include <limits>
+#include <new>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#ifdef __AMX_BF16__
+#include "amx.h"
+#endif
 #include "int4.h"
 #include "kernels.h"
 #include "scaled.h"
@@ -41,7 +48,12 @@ using native::PoolFormat;
 
 constexpr int64_t kBlockTokens = 64;
 constexpr int64_t kTreeNodes = 32;    // bits of a word of a tree mask
-constexpr int64_t kTileVectors = 32;
+#ifdef NATIVE_AMX
+constexpr bool kUsesTiles = true;  // the kernels for tiles are the only ones of their instruction set
+#else
+constexpr bool kUsesTiles = false;
+#endif
+constexpr int64_t kTileVectors = kUsesTiles ? 64 : 32;
 constexpr int64_t kMinPageTokens = 4;  // width of the narrowest vectors in use
 constexpr int64_t kTilesPerThread = 4;  // minimum when rows would be joined to share pages
 constexpr int kGroup = 6;  // query vectors that the registers hold at once
@@ -78,17 +90,46 @@ struct Block {
   float key_scales[kBlockTokens], value_scales[kBlockTokens];  // of pools that have scales
 };
 
+// Memory from the begin of a line on.
+template <typename Number>
+struct LineAllocator {
+  using value_type = Number;
+  static constexpr std::align_val_t kLine{64};
+
+  LineAllocator() = default;
+  template <typename Other>
+  explicit LineAllocator(const LineAllocator<Other>&) {}
+  Number* allocate(size_t size) { return static_cast<Number*>(::operator new(size * sizeof(Number), kLine)); }
+  void deallocate(Number* from, size_t) { ::operator delete(from, kLine); }
+  bool operator==(const LineAllocator&) const { return true; }
+  bool operator!=(const LineAllocator&) const { return false; }
+};
+template <typename Number>
+using Lines = std::vector<Number, LineAllocator<Number>>;
+
 // Working memory of one thread, reused from tile to tile.
 struct Scratch {
-  std::vector<float> q, scores, sums, max_scores, weights;
+  Lines<float> scores;
+  Lines<BFloat16> tile_q, tile_weights, tile_keys, tile_values;  // as tiles take them
+  std::vector<float> q, sums, max_scores, weights;
   std::vector<uint64_t> visible;  // a word per vector with a bit for each token of a block, set if the vector sees it
   std::vector<float> largest;     // [vectors, W], the largest scores of a block by lane
   std::vector<float> factors;     // by which a block multiplies each vector's sums
+  std::vector<float> head;          // of a token, which is narrow in memory
+  std::vector<BFloat16> zeros;      // values that no query sees
   std::vector<float> keys, values;  // [H, kBlockTokens] and [kBlockTokens, H]: a block of a narrow pool, keys of latents
   void resize(int64_t num_vectors, int64_t head_dim, int64_t width) {
+    head.resize(head_dim);
     q.resize(num_vectors * head_dim);
     sums.resize(num_vectors * head_dim);
     scores.resize(num_vectors * kBlockTokens);
+    if constexpr (kUsesTiles) {
+      tile_q.resize(num_vectors * head_dim);
+      tile_weights.resize(num_vectors * kBlockTokens);
+      tile_keys.resize(head_dim * kBlockTokens);
+      tile_values.resize(head_dim * kBlockTokens);
+      zeros.resize(head_dim);
+    }
     max_scores.resize(num_vectors + width);
     weights.resize(num_vectors * width);
     visible.resize(num_vectors);
@@ -173,6 +214,73 @@ struct ByVectors {
       accumulates<1>(all), accumulates<2>(all), accumulates<kChunk>(all)};
 };
 
+#ifdef NATIVE_AMX
+// Write the scores of one or two tiles of queries [16, H] with some columns of keys, 16 tokens each, two at a time.
+template <int Tiles>
+void score_tiles(const BFloat16* q, const BFloat16* keys, int64_t num_columns, int64_t head_dim, float* scores) {
+  for (int64_t c = 0; c < num_columns; c += 2) {
+    each_constant<4>([](auto i) NATIVE_INLINE { zero_tile<i>(); });
+    for (int64_t h = 0; h < head_dim; h += kTileColumns) {
+      each_constant<2>([&](auto i) NATIVE_INLINE {
+        load_tile<6 + i>(keys + ((c + i) * head_dim + h) * kTileRows, kRowBytes);
+      });
+      each_constant<Tiles>([&](auto t) NATIVE_INLINE {
+        load_tile<4 + t>(q + t * kTileRows * head_dim + h, head_dim * int64_t{sizeof(BFloat16)});
+        each_constant<2>([&](auto i) NATIVE_INLINE { multiply_tiles<2 * t + i, 4 + t, 6 + i>(); });
+      });
+    }
+    each_sums<Tiles, 2>([&](auto index, int t, int i) NATIVE_INLINE {
+      store_tile<index>(scores + t * kTileRows * kBlockTokens + (c + i) * kTileRows, kBlockTokens * sizeof(float));
+    });
+  }
+}
+
+// Multiply the sums of up to one or two tiles of queries by the queries' factors, and add the weighted values of a block,
+// 32 tokens at a time.
+template <int Tiles>
+void accumulate_tiles(const float* factors, const BFloat16* weights, const BFloat16* values, int64_t num_chunks,
+                      int64_t num_vectors, int64_t head_dim, float* sums) {
+  constexpr int64_t kSpan = 2 * kTileRows;  // elements of values at once
+  alignas(kLineBytes) float found[Tiles * kTileRows * kSpan];
+  for (int64_t h = 0; h < head_dim; h += kSpan) {
+    each_constant<4>([](auto i) NATIVE_INLINE { zero_tile<i>(); });
+    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+      each_constant<2>([&](auto i) NATIVE_INLINE {
+        load_tile<6 + i>(values + (h + i * kTileRows) * kBlockTokens + chunk * kTileNumbers, kRowBytes);
+      });
+      each_constant<Tiles>([&](auto t) NATIVE_INLINE {
+        load_tile<4 + t>(weights + t * kTileRows * kBlockTokens + chunk * kTileColumns, kBlockTokens * sizeof(BFloat16));
+        each_constant<2>([&](auto i) NATIVE_INLINE { multiply_tiles<2 * t + i, 4 + t, 6 + i>(); });
+      });
+    }
+    each_sums<Tiles, 2>([&](auto index, int t, int i) NATIVE_INLINE {
+      store_tile<index>(found + t * kTileRows * kSpan + i * kTileRows, kSpan * sizeof(float));
+    });
+    for (int64_t v = 0; v < num_vectors; ++v) {
+      for (int64_t i = 0; i < kSpan; i += 16) {
+        float* to = sums + v * head_dim + h + i;
+        store<16>(to, fma<16>(load<16>(to), all<16>(factors[v]), load<16>(found + v * kSpan + i)));
+      }
+    }
+  }
+}
+
+// Call use(tiles, vector, num_vectors) for two tiles of queries at a time; `tiles` is a constant, how many there are.
+template <typename Use>
+inline void each_tiles(int64_t vector, int64_t num_vectors, TileShapes& shapes, const Use& use) {
+  for (const int64_t end = vector + num_vectors; vector < end; vector += 2 * kTileRows) {
+    const int64_t first = std::min(end - vector, kTileRows), second = std::min(end - vector - first, kTileRows);
+    const int64_t other = second > 0 ? second : kTileRows;
+    shapes.set({first, first, other, other, first, other, kTileRows, kTileRows});
+    if (second > 0) {
+      use(std::integral_constant<int, 2>{}, vector, first + second);
+    } else {
+      use(std::integral_constant<int, 1>{}, vector, first);
+    }
+  }
+}
+#endif
+
 template <int W, typename Number, bool kLatents>
 class Attention {
   static constexpr bool kIsInt4 = std::is_same_v<Number, Nibbles>;
@@ -206,8 +314,8 @@ class Attention {
     const int64_t K = num_groups_;
     parallel_for(executor, static_cast<int64_t>(tiles_.size()) * K,
                  [&](int64_t task) { attend(tiles_[task / K], task % K); });
-    std::fill(p_.out + end_token_ * p_.num_query_heads * p_.value_dim,
-              p_.out + p_.num_tokens * p_.num_query_heads * p_.value_dim, 0.0f);
+    const int64_t token_outputs = p_.num_query_heads * p_.value_dim;
+    fill_with_zeros(p_.out, end_token_ * token_outputs, (p_.num_tokens - end_token_) * token_outputs);
   }
 
  private:
@@ -247,26 +355,26 @@ class Attention {
 
   // Write the share of one of several tasks in a row's tokens.
   void write_row(int64_t row, int64_t task, int64_t num_tasks) const {
-    static thread_local std::vector<float> rotated;
+    static thread_local std::vector<float> rotated, buffer;
     rotated.resize(p_.head_dim);
+    buffer.resize(p_.head_dim);
     const int64_t first = p_.cu_q_lens[row], shift = p_.kv_lens[row] - p_.cu_q_lens[row + 1];
     // Tokens past the last column have no pages.
     const int64_t end = std::min<int64_t>(p_.cu_q_lens[row + 1], p_.table_width * p_.page_size - shift);
     for (int64_t token = first + (num_tasks + task - first % num_tasks) % num_tasks; token < end; token += num_tasks) {
       const int64_t page = page_of(row, token + shift), slot = (token + shift) % p_.page_size;
       if constexpr (kLatents) {
-        rotate(new_head(token, p_.num_query_heads), token, rotated.data());
+        rotate(new_head(token, p_.num_query_heads, buffer.data()), token, rotated.data());
         const BFloat16 scale = store_vector(rotated.data(), latents(page) + slot * p_.head_dim, 1);
         if constexpr (kHasScales<Number>) scales(page, 0)[slot] = scale;
         continue;
       }
       for (int64_t head = 0; head < p_.num_kv_heads; ++head) {
-        const float* k = new_head(token, p_.num_query_heads + head);
-        const float* v = new_head(token, p_.num_query_heads + p_.num_kv_heads + head);
         Number* key = keys(page, head) + slot;
         Number* value = values(page, head) + slot * stored_size_;
-        rotate(k, token, rotated.data());
+        rotate(new_head(token, p_.num_query_heads + head, buffer.data()), token, rotated.data());
         const BFloat16 key_scale = store_vector(rotated.data(), key, p_.page_size);
+        const float* v = new_head(token, p_.num_query_heads + p_.num_kv_heads + head, buffer.data());
         std::copy_n(v, p_.head_dim, rotated.data());
         const BFloat16 value_scale = store_vector(rotated.data(), value, 1);
         if constexpr (kHasScales<Number>) {
@@ -291,9 +399,12 @@ class Attention {
     return {};
   }
 
-  // Return one head of a token, counted over q, then k, then v, or over q, then the latent.
-  const float* new_head(int64_t token, int64_t head) const {
-    return p_.qkv + (token * num_heads_ + head) * p_.head_dim;
+  // Return one head of a token, counted over q, then k, then v, or over q, then the latent; in `buffer` if it is narrow.
+  const float* new_head(int64_t token, int64_t head, float* buffer) const {
+    const native::Activations stored = p_.qkv.from((token * num_heads_ + head) * p_.head_dim);
+    if (!stored.is_bfloat16) return static_cast<const float*>(stored.data);
+    for (int64_t h = 0; h < p_.head_dim; h += W) store<W>(buffer + h, load_some<W>(stored, h, W));
+    return buffer;
   }
 
   // Rotate the two halves of a token's query or key, of latents those behind the value, by the token's angles.
@@ -389,7 +500,7 @@ class Attention {
       std::fill_n(scratch.visible.begin(), num_vectors, kAllTokens);
       score_block(keys, kBlockTokens, next, 0, num_vectors, scratch);
       absorb(keys, kBlockTokens, 0, num_vectors, scratch);
-      add_values(keys, 0, num_vectors, scratch);
+      add_values(keys, kBlockTokens, 0, num_vectors, scratch);
     }
     vector = 0;
     for (int64_t i = tile.first_part; i < tile.end_part; ++i) {
@@ -413,7 +524,7 @@ class Attention {
       }
       score_block(block, stop - start, next, vector, num_vectors, s);
       absorb(block, stop - start, vector, num_vectors, s);
-      add_values(block, vector, num_vectors, s);
+      add_values(block, stop - start, vector, num_vectors, s);
     }
   }
 
@@ -538,9 +649,13 @@ class Attention {
       const auto [token, head] = token_and_head(part, kv_head, i);
       const int64_t v = vector + i;
       float* q = &s.q[v * p_.head_dim];
-      rotate(new_head(token, head), token, q);
+      rotate(new_head(token, head, s.head.data()), token, q);
       if constexpr (kIsInt4) hadamard(q, p_.head_dim);
-      for (int64_t h = 0; h < p_.head_dim; ++h) q[h] *= p_.scale * kLog2E * hadamard_factor();
+      if constexpr (kUsesTiles) {
+        for (int64_t h = 0; h < p_.head_dim; h += W) store<W>(&s.tile_q[v * p_.head_dim + h], load<W>(q + h));
+      } else {
+        for (int64_t h = 0; h < p_.head_dim; ++h) q[h] *= p_.scale * kLog2E * hadamard_factor();
+      }
       std::fill_n(&s.sums[v * p_.head_dim], p_.head_dim, 0.0f);
       std::fill_n(&s.weights[v * W], W, 0.0f);
       s.max_scores[v] = p_.sinks ? p_.sinks[head] * kLog2E : kMinusInfinity;
@@ -558,6 +673,14 @@ class Attention {
   // garbage. `next` are the columns to fetch meanwhile, if keys are read in place.
   void score_block(const Block<W, Element, Key>& block, int64_t num_tokens, const Columns& next, int64_t vector,
                    int64_t num_vectors, Scratch& s) const {
+#ifdef NATIVE_AMX
+    arrange(block, num_tokens, s);
+    TileShapes shapes;
+    each_tiles(vector, num_vectors, shapes, [&](auto tiles, int64_t v, int64_t) {
+      const int64_t num_columns = num_chunks(num_tokens) * 2;
+      score_tiles<tiles>(&s.tile_q[v * p_.head_dim], s.tile_keys.data(), num_columns, p_.head_dim, &s.scores[v * kBlockTokens]);
+    });
+#else
     const int64_t num_groups = (num_vectors + kGroup - 1) / kGroup, num_columns = columns_of(num_tokens);
     const bool is_few = kInPlace && num_groups <= kFewGroups;
     for (int64_t c = 0, columns; c < num_columns; c += columns) {
@@ -571,7 +694,35 @@ class Attention {
                              &s.scores[v * kBlockTokens + c * W]);
       }
     }
+#endif
   }
+
+#ifdef NATIVE_AMX
+  // Return the number of chunks of 32 tokens that a tile has in a row.
+  static int64_t num_chunks(int64_t num_tokens) { return (num_tokens + kTileColumns - 1) / kTileColumns; }
+
+  // Arrange keys, [columns, H / 2, 16 tokens, 2], and values, [H / 16, pairs of tokens, 16, 2], of a block's first tokens.
+  void arrange(const Block<W, Element, Key>& block, int64_t num_tokens, Scratch& s) const {
+    const int64_t H = p_.head_dim, end = num_chunks(num_tokens) * kTileColumns;
+    BFloat16* to = s.tile_keys.data();
+    for (int64_t c = 0; c < end / W; ++c) {
+      for (int64_t h = 0; h < H; h += 2, to += kTileColumns) {
+        interleave(block.columns[c] + h * key_stride_, block.columns[c] + (h + 1) * key_stride_, to);
+      }
+    }
+    std::array<const BFloat16*, kBlockTokens> values;
+    values.fill(s.zeros.data());
+    for (int i = 0; i < block.num_spans; ++i) {
+      const auto& span = block.spans[i];
+      for (int64_t t = 0; t < span.num_tokens; ++t) values[span.first + t] = span.values + t * H;
+    }
+    for (int64_t t = 0; t < end; t += 2) {
+      for (int64_t h = 0; h < H; h += kTileRows) {
+        interleave(values[t] + h, values[t + 1] + h, &s.tile_values[h * kBlockTokens + t * kTileRows]);
+      }
+    }
+  }
+#endif
 
   static int64_t columns_of(int64_t num_tokens) { return (num_tokens + W - 1) / W; }
 
@@ -591,10 +742,16 @@ class Attention {
       float* scores = &s.scores[v * kBlockTokens];
       if (s.visible[v] == 0) {
         std::fill_n(scores, num_columns * W, 0.0f);
+        if constexpr (kUsesTiles) std::fill_n(&s.tile_weights[v * kBlockTokens], kBlockTokens, BFloat16{});
         continue;
       }
       const F<W> total = weigh(block, num_columns, s.max_scores[v], scores);
       store<W>(&s.weights[v * W], fma<W>(load<W>(&s.weights[v * W]), all<W>(s.factors[v]), total));
+      if constexpr (kUsesTiles) {
+        BFloat16* to = &s.tile_weights[v * kBlockTokens];
+        for (int64_t c = 0; c < num_columns; ++c) store<W>(to + c * W, load<W>(scores + c * W));
+        if (num_columns % 2 == 1) std::fill_n(to + num_columns * W, W, BFloat16{});
+      }
     }
   }
 
@@ -621,7 +778,7 @@ class Attention {
   F<W> finish_scores(const Block<W, Element, Key>& block, int64_t num_columns, int64_t vector, Scratch& s) const {
     const uint64_t visible = s.visible[vector];
     float* scores = &s.scores[vector * kBlockTokens];
-    if (!kHasScales<Number> && p_.soft_cap == 0 && visible == kAllTokens) {
+    if (!kHasScales<Number> && !kUsesTiles && p_.soft_cap == 0 && visible == kAllTokens) {
       F<W> largest = load<W>(scores);
       for (int c = 1; c < kBlockTokens / W; ++c) largest = max<W>(largest, load<W>(scores + c * W));
       return largest;
@@ -629,6 +786,7 @@ class Attention {
     F<W> largest = all<W>(kMinusInfinity);
     for (int64_t c = 0; c < num_columns; ++c) {
       F<W> score = load<W>(scores + c * W);
+      if constexpr (kUsesTiles) score *= p_.scale * kLog2E;
       if constexpr (kHasScales<Number>) score *= load<W>(block.key_scales + c * W);
       if (p_.soft_cap > 0) score = capped(score);
       const I<W> is_visible = (lane_bits() & static_cast<int32_t>(visible >> (c * W) & 0xffff)) != 0;
@@ -663,7 +821,14 @@ class Attention {
   }
 
   // Add the weighted values of a block's tokens.
-  void add_values(const Block<W, Element, Key>& block, int64_t vector, int64_t num_vectors, Scratch& s) const {
+  void add_values(const Block<W, Element, Key>& block, int64_t num_tokens, int64_t vector, int64_t num_vectors, Scratch& s) const {
+#ifdef NATIVE_AMX
+    TileShapes shapes;
+    each_tiles(vector, num_vectors, shapes, [&](auto tiles, int64_t v, int64_t size) {
+      accumulate_tiles<tiles>(&s.factors[v], &s.tile_weights[v * kBlockTokens], s.tile_values.data(), num_chunks(num_tokens), size,
+                              p_.head_dim, &s.sums[v * p_.head_dim]);
+    });
+#else
     const int64_t H = p_.head_dim, V = p_.value_dim, num_groups = (num_vectors + kGroup - 1) / kGroup;
     for (int64_t h = 0, chunks; h < V; h += chunks * W) {  // outside, so that values stay in the first-level cache
       chunks = chunks_at_once((V - h) / W);
@@ -673,16 +838,20 @@ class Attention {
         accumulate(&s.factors[v], &s.scores[v * kBlockTokens], block.spans, block.num_spans, h, H, &s.sums[v * H + h]);
       }
     }
+#endif
   }
 
-  void finish(const Part& part, int64_t kv_head, int64_t vector, const Scratch& s) const {
+  void finish(const Part& part, int64_t kv_head, int64_t vector, Scratch& s) const {
     for (int64_t i = 0; i < part.num_queries * group_; ++i) {
       const auto [token, head] = token_and_head(part, kv_head, i);
       const int64_t v = vector + i;
-      float* out = p_.out + (token * p_.num_query_heads + head) * p_.value_dim;
+      const native::Activations to = p_.out.from((token * p_.num_query_heads + head) * p_.value_dim);
+      float* out = to.is_bfloat16 ? s.head.data() : static_cast<float*>(to.data);
       const float factor = 1.0f / sum_lanes<W>(load<W>(&s.weights[v * W]));
       for (int64_t h = 0; h < p_.value_dim; ++h) out[h] = s.sums[v * p_.head_dim + h] * factor * hadamard_factor();
       if constexpr (kIsInt4) hadamard(out, p_.head_dim);
+      if (!to.is_bfloat16) continue;
+      for (int64_t h = 0; h < p_.value_dim; h += W) store_some<W>(to, h, load<W>(out + h), W);
     }
   }
 
@@ -703,6 +872,17 @@ class Attention {
   int64_t end_token_ = 0;
 };
 
+#ifdef NATIVE_AMX
+// Return whether tiles take a problem's queries and pool.
+inline bool fits_tiles(const AttentionProblem& p) {
+  return p.qkv.is_bfloat16 && p.format == PoolFormat::kBFloat16 && !p.has_latents && p.head_dim % kTileColumns == 0 &&
+         p.page_size % kTileRows == 0;
+}
+
+inline void attention_by_tiles(Executor& executor, const AttentionProblem& p) {
+  Attention<16, BFloat16, false>(p).run(executor);
+}
+#else
 template <int W, bool kLatents>
 void attention_of_width(Executor& executor, const AttentionProblem& p) {
   switch (p.format) {
@@ -734,5 +914,6 @@ inline void attention(Executor& executor, const AttentionProblem& p) {
     attention_over<false>(executor, p);
   }
 }
+#endif
 
 }  // namespace NATIVE_ISA

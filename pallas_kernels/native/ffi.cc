@@ -115,6 +115,22 @@ const float* data_or_null(const ffi::Buffer<ffi::F32>& optional) {
   return optional.element_count() > 0 ? optional.typed_data() : nullptr;
 }
 
+// Return activations, or none for an operand that is left out and empty.
+template <typename Buffer>
+native::Activations activations(const Buffer& buffer) {
+  if (buffer.element_count() == 0) return {nullptr, false};
+  return {buffer.untyped_data(), buffer.element_type() == ffi::BF16};
+}
+
+bool are_activations(const ffi::AnyBuffer& buffer) {
+  return buffer.element_type() == ffi::F32 || buffer.element_type() == ffi::BF16;
+}
+
+// Set `size` activations from an element on to zero.
+void clear(const native::Activations& to, int64_t element, int64_t size) {
+  std::memset(to.from(element).data, 0, size * (to.is_bfloat16 ? 2 : 4));
+}
+
 constexpr int64_t kMaxInt8Columns = 1 << 16;  // of a group: their products of bytes fit an int32
 
 // Formats of packed weights, in the order of packed_linear's WEIGHT_DTYPES, and the columns in an element of their arrays.
@@ -143,9 +159,10 @@ std::optional<native::PoolFormat> pool_format(ffi::DataType dtype) {
 }
 
 // Fill `p` with the product of x with each of `num_matrices` matrices, of which `p.weight` is the first.
-ffi::Error read_product(int64_t weight_format, int64_t input_format, const ffi::Buffer<ffi::F32>& x, const ffi::AnyBuffer& weight,
+ffi::Error read_product(int64_t weight_format, int64_t input_format, const ffi::AnyBuffer& x, const ffi::AnyBuffer& weight,
                         const ffi::Buffer<ffi::F32>& scales, const ffi::Buffer<ffi::F32>& zeros, int64_t num_matrices,
-                        ffi::ResultBuffer<ffi::F32> y, native::LinearProblem& p) {
+                        ffi::Result<ffi::AnyBuffer> y, native::LinearProblem& p) {
+  if (!are_activations(x) || !are_activations(*y)) return ffi::Error::InvalidArgument("x and y must be float32 or bfloat16");
   const auto w = weight.dimensions(), s = scales.dimensions();  // [panels, K, parts, rows], [panels, groups, ...]
   const auto dims = x.dimensions(), out = y->dimensions();
   if (w.size() != 4 || s.size() != 4 || dims.size() != 2 || out.size() != 2 || w[2] < 1 || w[2] > 2 ||
@@ -181,9 +198,9 @@ ffi::Error read_product(int64_t weight_format, int64_t input_format, const ffi::
     return ffi::Error::InvalidArgument(
         "inputs must be floats, int8 for integers and fp4 in groups of up to 65536 columns, or fp8 or bfloat16 for such weights");
   }
-  p.x = x.typed_data();
+  p.x = activations(x);
   p.weight = weight.untyped_data();
-  p.y = y->typed_data();
+  p.y = activations(*y);
   p.num_tokens = T;
   p.num_inputs = K;
   p.num_outputs = N;
@@ -257,25 +274,27 @@ ffi::Error read_terms(const ffi::RemainingArgs& operands, int64_t num_groups, co
 
 // `scales`, `zeros`, `norm`, `bias`, `residual` and `num_live` are empty if left out. Only the first `num_live` tokens
 // are computed; results of the others are zero.
-ffi::Error run_linear(ffi::ThreadPool pool, float eps, int64_t weight_format, int64_t input_format, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+ffi::Error run_linear(ffi::ThreadPool pool, float eps, int64_t weight_format, int64_t input_format, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                       ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> zeros, ffi::Buffer<ffi::F32> norm,
-                      ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::F32> residual, ffi::Buffer<ffi::S32> num_live,
-                      ffi::RemainingArgs of_terms, ffi::ResultBuffer<ffi::F32> y) {
+                      ffi::Buffer<ffi::F32> bias, ffi::AnyBuffer residual, ffi::Buffer<ffi::S32> num_live,
+                      ffi::RemainingArgs of_terms, ffi::Result<ffi::AnyBuffer> y) {
   native::LinearProblem p{};
   native::Terms terms{};
   if (ffi::Error error = read_product(weight_format, input_format, x, weight, scales, zeros, 1, y, p); error.failure()) return error;
   if (misfits(norm, p.num_inputs) || misfits(bias, (p.gated ? 2 : 1) * p.num_outputs) ||
-      misfits(residual, p.num_tokens * p.num_outputs)) {
-    return ffi::Error::InvalidArgument("a norm must be [K], a bias [N] or gated [2N], a residual [T, N]");
+      (residual.element_count() > 0 &&
+       (!are_activations(residual) || static_cast<int64_t>(residual.element_count()) != p.num_tokens * p.num_outputs))) {
+    return ffi::Error::InvalidArgument(
+        "a norm must be [K], a bias [N] or gated [2N], a residual [T, N] in float32 or bfloat16");
   }
   p.norm = data_or_null(norm);
   p.eps = eps;
   p.bias = data_or_null(bias);
-  p.residual = data_or_null(residual);
+  p.residual = activations(residual);
   if (ffi::Error error = read_terms(of_terms, 1, weight, p, terms); error.failure()) return error;
   if (num_live.element_count() > 0) {
     const int64_t live = std::clamp<int64_t>(*num_live.typed_data(), 0, p.num_tokens);
-    std::fill(p.y + live * p.num_outputs, p.y + p.num_tokens * p.num_outputs, 0.0f);
+    clear(p.y, live * p.num_outputs, (p.num_tokens - live) * p.num_outputs);
     p.num_tokens = live;
   }
   if (p.num_tokens == 0) return ffi::Error::Success();
@@ -285,10 +304,10 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, int64_t weight_format, in
 }
 
 // `scales` and `zeros` are empty if left out.
-ffi::Error run_grouped_linear(ffi::ThreadPool pool, int64_t weight_format, int64_t input_format, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+ffi::Error run_grouped_linear(ffi::ThreadPool pool, int64_t weight_format, int64_t input_format, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                               ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> zeros,
                               ffi::Buffer<ffi::S32> group_sizes, ffi::RemainingArgs of_terms,
-                              ffi::ResultBuffer<ffi::F32> y) {
+                              ffi::Result<ffi::AnyBuffer> y) {
   native::GroupedProblem p{};
   native::Terms terms{};
   p.num_groups = static_cast<int64_t>(group_sizes.element_count());
@@ -315,16 +334,19 @@ ffi::Error run_grouped_linear(ffi::ThreadPool pool, int64_t weight_format, int64
 // `updated_scales` a result only of those with scales. `rank` is the size of the values in latents, 0 for keys and values
 // of heads. Rows of more than `max_queries` new tokens are only written, unless it is 0; if it is -1, only each row's last new token attends. A page of a pool for other heads is as many pages of these heads as it has room for.
 ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, int64_t rank,
-                         int64_t max_queries, ffi::Buffer<ffi::F32> qkv,
+                         int64_t max_queries, ffi::AnyBuffer qkv,
                          ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::BF16> scales, ffi::Buffer<ffi::S32> layer,
                          ffi::Buffer<ffi::S32> kv_lens,
                          ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> table_row,
                          ffi::Buffer<ffi::S32> cu_q_lens,
                          ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> rope,
-                         ffi::RemainingArgs tree_mask, ffi::ResultBuffer<ffi::F32> out,
+                         ffi::RemainingArgs tree_mask, ffi::Result<ffi::AnyBuffer> out,
                          ffi::Result<ffi::AnyBuffer> updated, ffi::RemainingRets updated_scales) {
   if (updated->untyped_data() != kv_pages.untyped_data()) {
     return ffi::Error::InvalidArgument("the pool must be updated in place; donate it to the jitted function");
+  }
+  if (!are_activations(qkv) || !are_activations(*out)) {
+    return ffi::Error::InvalidArgument("qkv and out must be float32 or bfloat16");
   }
   const auto pages = kv_pages.dimensions();  // [L, N, 2K, P, H] or [L, N, P, H]
   const auto heads = qkv.dimensions(), of_q = out->dimensions();
@@ -381,7 +403,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
     return ffi::Error::InvalidArgument("the page table must be [R, M], or have any rows and table_row be [R]");
   }
   native::AttentionProblem p{};
-  p.qkv = qkv.typed_data();
+  p.qkv = activations(qkv);
   p.rope = rope.element_count() > 0 ? rope.typed_data() : nullptr;
   p.pool = kv_pages.untyped_data();
   p.format = *format;
@@ -398,7 +420,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
     }
     p.tree_mask = words->typed_data();
   }
-  p.out = out->typed_data();
+  p.out = activations(*out);
   p.num_tokens = heads[0];
   p.num_query_heads = of_q[1];
   p.has_latents = rank > 0;
@@ -471,7 +493,7 @@ ffi::Error run_zeros(ffi::Result<ffi::AnyBuffer> out) {
 }  // namespace
 
 // Version of the calls' signatures and of packed weights; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 17; }
+extern "C" int jaxserve_native_abi() { return 18; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -518,14 +540,14 @@ ffi::Error run_span_attention(ffi::ThreadPool pool, float scale, ffi::Buffer<ffi
   const int64_t pool_size = num_pages * of_q[1] * 2 * kPageTokens * heads[2];
   std::unique_ptr<float[]> keys_and_values(new float[pool_size]);  // not set: tokens are written before they are read
   native::AttentionProblem p{};
-  p.qkv = qkv.typed_data();
+  p.qkv = activations(qkv);
   p.rope = rope.element_count() > 0 ? rope.typed_data() : nullptr;
   p.pool = keys_and_values.get();
   p.format = native::PoolFormat::kFloat32;
   p.kv_lens = lengths.data();
   p.page_table = table.data();
   p.cu_q_lens = starts.data();
-  p.out = out->typed_data();
+  p.out = activations(*out);
   p.num_tokens = num_tokens;
   p.num_query_heads = p.num_kv_heads = of_q[1];
   p.head_dim = p.value_dim = heads[2];
@@ -556,7 +578,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("rank")
                                   .Attr<int64_t>("max_queries")
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
@@ -568,7 +590,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .RemainingArgs()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>()
                                   .RemainingRets());
 
@@ -578,28 +600,28 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, run_linear,
                                   .Attr<float>("eps")
                                   .Attr<int64_t>("weight_format")
                                   .Attr<int64_t>("input_format")
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                                  .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_grouped_linear, run_grouped_linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Attr<int64_t>("weight_format")
                                   .Attr<int64_t>("input_format")
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+                                  .Ret<ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_zeros, run_zeros, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());

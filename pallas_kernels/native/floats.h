@@ -315,7 +315,7 @@ class PackedTokens {
 
   static bool has_zeros(const LinearProblem& p) { return Format::kHasZeros || p.zeros; }
   static int64_t size(const LinearProblem& p) {
-    const bool is_prepared = p.norm || p.input_format != InputFormat::kFloat32 || kScalesInputs;
+    const bool is_prepared = p.x.is_bfloat16 || p.norm || p.input_format != InputFormat::kFloat32 || kScalesInputs;
     if (p.num_tokens == 1 && !is_prepared && !has_zeros(p)) return 0;  // used as it is
     return p.num_tokens * (p.num_inputs + (has_zeros(p) ? p.num_inputs / p.group_size : 0));
   }
@@ -333,7 +333,7 @@ class PackedTokens {
 
   Tile tile(int64_t index) const {
     const int64_t first = tiles_.start(index);
-    const float* x = packed_ ? packed_ + first * p_.num_inputs : p_.x;
+    const float* x = packed_ ? packed_ + first * p_.num_inputs : static_cast<const float*>(p_.x.data);
     const float* group_sums = group_sums_ ? group_sums_ + first * num_groups_ : nullptr;
     return {x, group_sums, first, static_cast<int>(tiles_.start(index + 1) - first)};
   }
@@ -434,7 +434,8 @@ void multiply_blocks(const LinearProblem& p, const PackedTokens<Format>& tokens,
         convert<Format>(from, here.num_columns, p.group_size, converted + i * block.stride);
       }
     }
-    block.next = NextBlock(address(next.panel, next.column), next, column_bytes, panel_bytes, here, num_tiles);
+    const int64_t num_calls = here.num_columns / NextBlock::kStepColumns * num_tiles;
+    block.next = NextBlock(address(next.panel, next.column), next, column_bytes, panel_bytes, num_calls);
     const bool are_pairs = here.num_panels == kPanels;
     const auto& by_tokens = is_grouped ? (are_pairs ? grouped_pairs : grouped_singles) : are_pairs ? pairs : singles;
     float* kept = sums + here.index * num_tiles * kTileSums;

@@ -4,7 +4,7 @@
 
 #include "linear.h"
 
-#ifndef NATIVE_PLAIN
+#if !defined(NATIVE_PLAIN) || defined(NATIVE_AMX)
 #include "attention.h"
 #endif
 
@@ -12,7 +12,12 @@ namespace native {
 namespace NATIVE_ISA {
 
 #ifdef NATIVE_PLAIN
-static void attention(Executor& executor, const AttentionProblem& p) { NATIVE_PLAIN::kernels.attention(executor, p); }
+static void attention(Executor& executor, const AttentionProblem& p) {
+#ifdef NATIVE_AMX
+  if (::NATIVE_ISA::fits_tiles(p)) return ::NATIVE_ISA::attention_by_tiles(executor, p);
+#endif
+  NATIVE_PLAIN::kernels.attention(executor, p);
+}
 #else
 using ::NATIVE_ISA::attention;
 #endif

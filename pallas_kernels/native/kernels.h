@@ -17,6 +17,18 @@ enum class WeightFormat { kFloat32, kBFloat16, kFloat16, kInt8, kInt4, kFloat8, 
 // words, fp8 inputs for fp8 weights. Inputs for bfloat16 weights may be rounded to bfloat16.
 enum class InputFormat { kFloat32, kInt8, kFloat8, kBFloat16 };
 
+// Inputs or outputs in memory, as float32 or bfloat16; computed in float32 in both cases.
+struct Activations {
+  void* data;  // null for none
+  bool is_bfloat16;
+
+  explicit operator bool() const { return data != nullptr; }
+  // Return the activations from an element on.
+  Activations from(int64_t element) const {
+    return {static_cast<char*>(data) + element * (is_bfloat16 ? 2 : 4), is_bfloat16};
+  }
+};
+
 // Low-rank terms of some tokens, as LoRA adapters have: a token with matrices i has (x * weight^T + x * a[i]^T * b[i]^T +
 // shift[i]) * factor[i] in place of x * weight^T. The outputs are parts, each with inner vectors x * a^T of its own. Tokens
 // without terms have the bits of a call without terms.
@@ -46,11 +58,11 @@ struct TokenTerm {
 // stands for (element - zero) * scale. 4 elements of int8, or 8 of int4, unsigned, or of fp4 (e2m1), are a word, the first
 // in its lowest bits; groups begin words.
 struct LinearProblem {
-  const float* x;
+  Activations x;
   const float* norm;  // [K]: x is replaced by x / sqrt(mean(x^2) + eps) * norm; null for no norm
   float eps;
   const float* bias;      // null for none
-  const float* residual;  // null for none
+  Activations residual;
   const void* weight;
   WeightFormat format;
   bool gated;
@@ -58,7 +70,7 @@ struct LinearProblem {
   const float* zeros;   // shaped as scales, for integers; null for zero points of 0 (int8) or 8 (int4)
   int64_t group_size;   // K without scales
   InputFormat input_format;
-  float* y;
+  Activations y;
   int64_t num_tokens, num_outputs, num_inputs;
   const Terms* terms;            // null if no token has terms
   const TokenTerm* token_terms;  // [T], which the kernels compute from `terms`
@@ -91,7 +103,7 @@ constexpr int64_t stored_size(PoolFormat format, int64_t head_dim) {
 // In int4 pools, H stands for the bytes of a vector. Int8 and fp8 pools have a scale for each vector.
 // With latents (kinds.py there) a page is [P, H]: every token's key, which begins with its value.
 struct AttentionProblem {
-  const float* qkv;   // [T, Q + 2K, H], heads of q, then k, then v; [T, Q + 1, H], heads of q, then the latent
+  Activations qkv;    // [T, Q + 2K, H], heads of q, then k, then v; [T, Q + 1, H], heads of q, then the latent
   const float* rope;  // [2, T, H / 2], cosines and sines that rotate q and k, of latents what is behind the value, or null
   void* pool;  // [L, N, K, 2, P * H] or, of latents, [L, N, P, H]
   PoolFormat format;
@@ -103,7 +115,7 @@ struct AttentionProblem {
   const int32_t* cu_q_lens;
   const float* sinks;  // [Q] or null
   const int32_t* tree_mask;  // [T], a word of visible nodes per token; null for no trees
-  float* out;          // [T, Q, value_dim]
+  Activations out;     // [T, Q, value_dim]
   int64_t num_tokens, num_rows, table_width;
   int64_t layer, num_pages, page_size;
   int64_t num_query_heads, num_kv_heads, head_dim, value_dim;  // value_dim is head_dim without latents

@@ -42,36 +42,56 @@ inline int64_t wanted_tasks(const Executor& executor, const LinearProblem& p) {
   return serial ? 1 : executor.num_threads() * kTasksPerThread;
 }
 
+// Multiply some tiles of tokens with a range of panels.
+template <typename Tokens>
+void multiply_part(const LinearProblem& p, const Tokens& tokens, int64_t tile, int64_t end_tile, const PanelPart& here,
+                   const PanelPart&) {
+  if (tokens.num_tiles() == 1) return multiply_panels(p, tokens, here.panel, here.end_panel);
+  multiply_blocks(p, tokens, tile, end_tile, here.panel, here.end_panel);
+}
+
 // A product cut into tasks. A task is a range of panels, with many tokens times a block of tiles.
 template <typename Tokens>
 class Product {
  public:
   Product(Executor& executor, const LinearProblem& p, float* buffer, int64_t wanted_tasks)
-      : p_(p), tokens_(executor, p, buffer), num_panels_(num_panels(p)) {
-    const int64_t task_tokens = Tokens::task_tokens(p);
+      : p_(p), tokens_(executor, p, buffer), passes_(passes_of(tokens_)), num_threads_(executor.num_threads()) {
+    const int64_t task_tokens = Tokens::task_tokens(p), unit_panels = tokens_.panels_at_once();
+    num_panels_ = num_panels(p);
     num_blocks_ = (p.num_tokens + task_tokens - 1) / task_tokens;
-    unit_panels_ = tokens_.panels_at_once();
+    unit_panels_ = unit_panels;
     num_units_ = (num_panels_ + unit_panels_ - 1) / unit_panels_;
     num_ranges_ = std::clamp<int64_t>(wanted_tasks / num_blocks_, 1, num_units_);
+    if (passes_.shares_tokens && wanted_tasks > 1) num_ranges_ = num_units_;
   }
 
-  int64_t num_tasks() const { return num_blocks_ * num_ranges_; }
+  int64_t num_parts() const { return passes_.num_parts; }
+  int64_t num_tasks() const { return num_blocks_ * num_ranges_; }  // of a part
 
-  void run(int64_t task) const {
-    const int64_t block = task % num_blocks_, num_tiles = tokens_.num_tiles();
-    const int64_t first_panel = start(task / num_blocks_), end_panel = start(task / num_blocks_ + 1);
-    if (num_tiles == 1) return multiply_panels(p_, tokens_, first_panel, end_panel);
+  // Run a task of a part, after the same task of all parts before it.
+  void run(int64_t task, int64_t part) const {
+    const int64_t block = passes_.shares_tokens ? task / num_ranges_ : task % num_blocks_;
+    const int64_t num_tiles = tokens_.num_tiles();
     const int64_t first_tile = block * num_tiles / num_blocks_, end_tile = (block + 1) * num_tiles / num_blocks_;
-    multiply_blocks(p_, tokens_, first_tile, end_tile, first_panel, end_panel);
+    multiply_part(p_, tokens_, first_tile, end_tile, panels_of(task, part), panels_of(task + num_threads_, part));
   }
 
  private:
+  // Return the panels of a task, which may be one of the next part; none past the last.
+  PanelPart panels_of(int64_t task, int64_t part) const {
+    if (task >= num_tasks()) task -= num_tasks(), ++part;
+    if (task >= num_tasks() || part >= num_parts()) return {num_panels_, num_panels_, 0};
+    const int64_t range = passes_.shares_tokens ? task % num_ranges_ : task / num_blocks_;
+    return {start(range), start(range + 1), part};
+  }
+
   // Return the first panel of a range. Ranges differ by one unit at most.
   int64_t start(int64_t range) const { return std::min(range * num_units_ / num_ranges_ * unit_panels_, num_panels_); }
 
   const LinearProblem& p_;
   Tokens tokens_;
-  int64_t num_panels_, num_blocks_, unit_panels_, num_units_, num_ranges_;
+  Passes passes_;
+  int64_t num_threads_, num_panels_, num_blocks_, unit_panels_, num_units_, num_ranges_;
 };
 
 // Compute the inner vectors of all tokens of some groups that have terms.
@@ -103,7 +123,9 @@ void linear(Executor& executor, const LinearProblem& given) {
   if (p.num_inputs == 0) return write_terms(executor, p);
   float* buffer = scratch<Tokens>(Tokens::size(p));
   const Product<Tokens> product(executor, p, buffer, wanted_tasks(executor, p));
-  parallel_for(executor, product.num_tasks(), [&](int64_t task) { product.run(task); });
+  for (int64_t part = 0; part < product.num_parts(); ++part) {
+    parallel_for(executor, product.num_tasks(), [&](int64_t task) { product.run(task, part); });
+  }
 }
 
 // Return the products of the groups that have tokens.
@@ -119,14 +141,14 @@ std::vector<LinearProblem> group_problems(const GroupedProblem& p) {
     product.num_tokens = p.group_sizes[g];
     if (product.token_terms) product.token_terms += first;
     if (!product.rows) {
-      product.x += first * K;
+      product.x = product.x.from(first * K);
     } else if (product.num_tokens == 1) {  // a lone token may be used as it is
-      product.x += product.rows[first] * K;
+      product.x = product.x.from(product.rows[first] * K);
       product.rows = nullptr;
     } else {
       product.rows += first;
     }
-    product.y += first * product.num_outputs;
+    product.y = product.y.from(first * product.num_outputs);
     product.weight = static_cast<const typename Format::Weight*>(product.weight) + g * matrix_elements;
     if (product.scales) product.scales += g * matrix_scales;
     if (product.zeros) product.zeros += g * matrix_scales;
@@ -145,7 +167,7 @@ void grouped_linear(Executor& executor, const GroupedProblem& given) {
     size += Tokens::size(problem);
     num_tokens += problem.num_tokens;
   }
-  std::fill(p.all.y + num_tokens * p.all.num_outputs, p.all.y + p.all.num_tokens * p.all.num_outputs, 0.0f);
+  fill_with_zeros(p.all.y, num_tokens * p.all.num_outputs, (p.all.num_tokens - num_tokens) * p.all.num_outputs);
   float* buffer = scratch<Tokens>(size);
   const int64_t wanted = wanted_tasks(executor, p.all);
   std::vector<Product<Tokens>> products;
@@ -161,7 +183,8 @@ void grouped_linear(Executor& executor, const GroupedProblem& given) {
   parallel_for(executor, num_tasks / step, [&](int64_t first) {
     for (int64_t task = first * step; task < (first + 1) * step; ++task) {
       const int64_t i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
-      products[i].run(task - (i == 0 ? 0 : ends[i - 1]));
+      const int64_t first_task = i == 0 ? 0 : ends[i - 1];
+      for (int64_t part = 0; part < products[i].num_parts(); ++part) products[i].run(task - first_task, part);
     }
   });
 }
@@ -229,12 +252,12 @@ inline void compute_inner(Executor& executor, LinearProblem& p, const int32_t* g
   struct Inner;
   float* inner = scratch<Inner>(num_tokens * size);
   GroupedProblem products{{}, sorted.sizes.data(), static_cast<int64_t>(sorted.sizes.size())};
-  products.all.x = terms.x ? terms.x : p.x;
+  products.all.x = terms.x ? native::Activations{const_cast<float*>(terms.x), false} : p.x;
   products.all.norm = terms.x ? nullptr : p.norm;
   products.all.eps = p.eps;
   products.all.weight = terms.a;
   products.all.format = terms.format;
-  products.all.y = inner;
+  products.all.y = {inner, false};
   products.all.num_tokens = num_tokens;
   products.all.num_outputs = size;
   products.all.num_inputs = products.all.group_size = terms.num_inputs;

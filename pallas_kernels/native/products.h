@@ -92,11 +92,11 @@ class NextBlock {
   static constexpr int64_t kStepColumns = 16;  // columns between two calls of `fetch`
 
   NextBlock() = default;
-  NextBlock(const void* from, const PanelBlock& next, int64_t column_bytes, int64_t panel_bytes, const PanelBlock& here,
-            int64_t num_tiles)
+  // Fetch the next block in `num_calls` calls, from its first panel's address on.
+  NextBlock(const void* from, const PanelBlock& next, int64_t column_bytes, int64_t panel_bytes, int64_t num_calls)
       : from_(static_cast<const char*>(from)), panel_bytes_(panel_bytes), num_panels_(next.num_panels) {
     const int64_t num_bytes = next.num_panels > 0 ? next.num_columns * column_bytes : 0;
-    const int64_t num_calls = std::max<int64_t>(1, here.num_columns / kStepColumns * num_tiles);
+    num_calls = std::max<int64_t>(1, num_calls);
     end_ = from_ + num_bytes;
     call_bytes_ = ((num_bytes + num_calls - 1) / num_calls + kLineBytes - 1) / kLineBytes * kLineBytes;
   }
@@ -133,16 +133,32 @@ struct GroupScales {
   }
 };
 
+// Write `W` outputs of a gated matrix, from the n-th one on.
+template <int W>
+inline NATIVE_INLINE void write_gated(const LinearProblem& p, int64_t token, int64_t n, const F<W>& gate_sums,
+                                      const F<W>& up_sums) {
+  const auto bias = [&](int64_t n, int64_t size) { return p.bias ? load_some<W>(p.bias + n, size) : F<W>{}; };
+  const int64_t size = p.num_outputs - n, at = token * p.num_outputs + n;
+  const F<W> gate = gate_sums + bias(n, size), up = up_sums + bias(p.num_outputs + n, size);
+  const F<W> residual = p.residual ? load_some<W>(p.residual, at, size) : F<W>{};
+  store_some<W>(p.y, at, fma<W>(silu<W>(gate), up, residual), size);
+}
+
+#ifdef __AVX512F__
+// Write outputs of a gated matrix from a token's sums for two panels.
+inline NATIVE_INLINE void write_gated_pair(const LinearProblem& p, int64_t token, int64_t panel, const F<16>& first,
+                                           const F<16>& second) {
+  const __m512 gate = _mm512_shuffle_f32x4((__m512)first, (__m512)second, 0x44);  // lower halves, then upper ones
+  const __m512 up = _mm512_shuffle_f32x4((__m512)first, (__m512)second, 0xee);
+  write_gated<16>(p, token, panel * (kPanelRows / 2), (F<16>)gate, (F<16>)up);
+}
+#endif
+
 // Write outputs of a gated matrix from a token's sums for one panel: those of the gate, then as many that it gates.
 inline void write_gated(const LinearProblem& p, int64_t token, int64_t panel, const float* sums) {
   constexpr int kOutputs = kPanelRows / 2, W = std::min(NATIVE_WIDTH, kOutputs);
-  const auto bias = [&](int64_t n, int64_t size) { return p.bias ? load_some<W>(p.bias + n, size) : F<W>{}; };
   for (int i = 0; i < kOutputs; i += W) {
-    const int64_t n = panel * kOutputs + i, size = p.num_outputs - n, at = token * p.num_outputs + n;
-    const F<W> gate = load<W>(sums + i) + bias(n, size);
-    const F<W> up = load<W>(sums + kOutputs + i) + bias(p.num_outputs + n, size);
-    const F<W> residual = p.residual ? load_some<W>(p.residual + at, size) : F<W>{};
-    store_some<W>(p.y + at, silu<W>(gate) * up + residual, size);
+    write_gated<W>(p, token, panel * kOutputs + i, load<W>(sums + i), load<W>(sums + kOutputs + i));
   }
 }
 
@@ -156,6 +172,12 @@ inline NATIVE_INLINE void finish(const LinearProblem& p, int64_t first_token, in
                                  const F<NATIVE_WIDTH> (&sums)[Tokens][Panels * kVectors]) {
   constexpr int W = NATIVE_WIDTH, V = Panels * kVectors;
   if (p.gated) {
+#ifdef __AVX512F__
+    if constexpr (Panels == 2 && W == 16) {
+      for (int t = 0; t < Tokens; ++t) write_gated_pair(p, first_token + t, panel, sums[t][0], sums[t][1]);
+      return;
+    }
+#endif
     for (int t = 0; t < Tokens; ++t) {
       float lanes[Panels * kPanelRows];
       for (int v = 0; v < V; ++v) store<W>(lanes + v * W, sums[t][v]);
@@ -168,8 +190,8 @@ inline NATIVE_INLINE void finish(const LinearProblem& p, int64_t first_token, in
     const F<W> bias = p.bias ? load_some<W>(p.bias + n, size) : F<W>{};
     for (int t = 0; t < Tokens; ++t) {
       const int64_t at = (first_token + t) * p.num_outputs + n;
-      const F<W> residual = p.residual ? load_some<W>(p.residual + at, size) : F<W>{};
-      store_some<W>(p.y + at, sums[t][v] + bias + residual, size);
+      const F<W> residual = p.residual ? load_some<W>(p.residual, at, size) : F<W>{};
+      store_some<W>(p.y, at, sums[t][v] + bias + residual, size);
     }
   }
 }
@@ -225,11 +247,16 @@ inline void round_to_float8(const float* x, int64_t size, float* to) {
   }
 }
 
-// Return one token's input to the product; one that is normalised or rounded to floats is computed in `buffer` [K].
+// Return one token's input to the product as floats; in `buffer` [K] unless it is used as it is in memory.
 inline const float* prepare(const LinearProblem& p, int64_t token, float* buffer) {
   constexpr int W = NATIVE_WIDTH;
   const int64_t K = p.num_inputs;
-  const float* x = p.x + (p.rows ? p.rows[token] : token) * K;
+  const native::Activations input = p.x.from((p.rows ? p.rows[token] : token) * K);
+  const float* x = static_cast<const float*>(input.data);
+  if (input.is_bfloat16) {
+    for (int64_t k = 0; k < K; k += W) store_some<W>(buffer + k, load_some<W>(input, k, K - k), K - k);
+    x = buffer;
+  }
   if (p.norm) {
     const float factor = 1.0f / std::sqrt(sum_of_squares(x, K) / static_cast<float>(K) + p.eps);
     for (int64_t k = 0; k < K; k += W) {
@@ -258,6 +285,23 @@ float* scratch(size_t size) {
   if (buffer.size() < size) buffer.resize(size);
   return buffer.data();
 }
+
+// How tokens meet panels: the columns in how many parts, one part of all panels after the other; whether a task has
+// as few panels as possible, and all tasks of a block of tokens come after each other.
+struct Passes {
+  int64_t num_parts = 1;
+  bool shares_tokens = false;
+};
+
+template <typename Tokens>
+inline Passes passes_of(const Tokens&) {
+  return {};
+}
+
+// Some panels of a matrix, from `panel` on, and a part of their columns.
+struct PanelPart {
+  int64_t panel, end_panel, part;
+};
 
 // Tokens of a product, cut into tiles of nearly equal size.
 class Tiles {

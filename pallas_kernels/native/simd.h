@@ -10,6 +10,8 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels.h"
+
 #define NATIVE_INLINE __attribute__((always_inline))
 
 namespace NATIVE_ISA {
@@ -176,6 +178,7 @@ inline void store_one(BFloat16* to, float value) {
   to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>(bits >> 16);
 }
 
+inline float to_float(float number) { return number; }
 inline float to_float(BFloat16 number) { return bits_of<float>(static_cast<uint32_t>(number.bits) << 16); }
 
 // Round to bfloat16.
@@ -192,19 +195,55 @@ inline F<W> rounded_to_bfloat16(const F<W>& values) {
   return values == values ? bits_of<F<W>>((bits + 0x7fff + even) & ~0xffff) : values;
 }
 
-// Load the first `size` of W floats, or all; the rest are zeros.
+// Round floats to bfloat16 as `store_one` does, and store them.
 template <int W>
-inline F<W> load_some(const float* from, int64_t size) {
+inline void store(BFloat16* to, const F<W>& from) {
+  const I<W> bits = bits_of<I<W>>(rounded_to_bfloat16<W>(from));
+#ifdef __AVX512F__
+  if constexpr (W == 16) {
+    return _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)bits, 16)));
+  }
+#endif
+#ifdef __AVX2__
+  if constexpr (W == 8) {
+    const __m256i words = _mm256_srli_epi32((__m256i)bits, 16);
+    return _mm_storeu_si128((__m128i*)to, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  }
+#endif
+  for (int i = 0; i < W; ++i) to[i].bits = static_cast<uint16_t>(static_cast<uint32_t>(bits[i]) >> 16);
+}
+
+// Load the first `size` of W floats, or all; the rest are zeros.
+template <int W, typename Number>
+inline F<W> load_some(const Number* from, int64_t size) {
   if (size >= W) return load<W>(from);
   F<W> to = {};
-  for (int64_t i = 0; i < size; ++i) to[i] = from[i];
+  for (int64_t i = 0; i < size; ++i) to[i] = to_float(from[i]);
   return to;
 }
 
-template <int W>
-inline void store_some(float* to, const F<W>& from, int64_t size) {
+template <int W, typename Number>
+inline void store_some(Number* to, const F<W>& from, int64_t size) {
   if (size >= W) return store<W>(to, from);
-  for (int64_t i = 0; i < size; ++i) to[i] = from[i];
+  for (int64_t i = 0; i < size; ++i) store_one(to + i, from[i]);
+}
+
+// Load some of W activations from an element on, as `load_some` does.
+template <int W>
+inline F<W> load_some(const native::Activations& from, int64_t element, int64_t size) {
+  if (from.is_bfloat16) return load_some<W>(static_cast<const BFloat16*>(from.data) + element, size);
+  return load_some<W>(static_cast<const float*>(from.data) + element, size);
+}
+
+template <int W>
+inline void store_some(const native::Activations& to, int64_t element, const F<W>& from, int64_t size) {
+  if (to.is_bfloat16) return store_some<W>(static_cast<BFloat16*>(to.data) + element, from, size);
+  store_some<W>(static_cast<float*>(to.data) + element, from, size);
+}
+
+// Set `size` activations from an element on to zero.
+inline void fill_with_zeros(const native::Activations& to, int64_t element, int64_t size) {
+  std::memset(to.from(element).data, 0, size * (to.is_bfloat16 ? sizeof(BFloat16) : sizeof(float)));
 }
 
 template <int W>
@@ -354,16 +393,14 @@ template <int W>
 inline F<W> exp_of_negative(const F<W>& x) {
   const float round_bias = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   const F<W> clamped = x < -87.0f ? all<W>(-87.0f) : x;  // written so that a NaN stays a NaN
-  const F<W> shifted = clamped * 1.44269504f + round_bias;
+  const F<W> shifted = fma<W>(clamped, all<W>(1.44269504f), all<W>(round_bias));
   const F<W> n = shifted - round_bias;
-  const F<W> r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+  const F<W> r = fma<W>(n, all<W>(2.12194440e-4f), fma<W>(n, all<W>(-0.693359375f), clamped));
   F<W> p = all<W>(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) {
+    p = fma<W>(p, r, all<W>(factor));
+  }
+  p = fma<W>(p * r, r, r) + 1.0f;
   const I<W> power = (bits_of<I<W>>(shifted) - bits_of<int32_t>(round_bias) + 127) << 23;
   const F<W> result = p * bits_of<F<W>>(power);
   return x < -87.0f ? F<W>{} : result;

@@ -12,6 +12,7 @@ from typing import no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxserve.pallas_kernels import native
@@ -99,8 +100,11 @@ def multiply(
     num_live: Int[Array, ""] | None = None,
     input_format: str = "float32",
     terms: LowRankTerms | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "T out"]:
-    """Return `x @ matrix.T + bias`, then SwiGLU if it is gated, then `+ residual`, in one native call and float32.
+    """Return `x @ matrix.T + bias`, then SwiGLU if it is gated, then `+ residual`, in one native call.
+
+    All is computed in float32 and rounded once.
 
     Args:
       matrix: packed matrix `[N, K]`.
@@ -111,6 +115,7 @@ def multiply(
       num_live: number of tokens to compute, at the beginning; results of the others are zero. By default all.
       input_format: format to which x is rounded after the norm, one of `INPUT_FORMATS`.
       terms: low-rank terms of some tokens, for x after the norm, before it is rounded.
+      dtype: result dtype.
 
     Raises:
       ValueError: shapes do not fit.
@@ -124,21 +129,23 @@ def multiply(
     out = (x.shape[0], matrix.num_outputs)
     if x.shape[1] != K:
         raise ValueError(f"x {x.shape} does not fit a matrix {matrix.shape}")
-    call = jax.ffi.ffi_call(native.LINEAR, jax.ShapeDtypeStruct(out, jnp.float32))
+    call = jax.ffi.ffi_call(native.LINEAR, jax.ShapeDtypeStruct(out, native.activation_dtype(dtype)))
     y: Array = call(
-        x.astype(jnp.float32),
+        x.astype(native.activation_dtype(x.dtype)),
         matrix.weights,
         matrix.scales,
         matrix.zeros.reshape(-1),
         _operand("norm", norm, (K,)),
         _operand("bias", bias, (N,)),
-        _operand("residual", residual, out),
+        _operand(
+            "residual", residual, out, jnp.float32 if residual is None else native.activation_dtype(residual.dtype)
+        ),
         jnp.zeros(0, jnp.int32) if num_live is None else num_live[None],
         *(() if terms is None else terms.operands()),
         eps=np.float32(eps),
         **_formats(matrix, input_format),
     )
-    return y
+    return y.astype(dtype)
 
 
 def multiply_groups(
@@ -148,8 +155,9 @@ def multiply_groups(
     *,
     input_format: str = "float32",
     terms: LowRankTerms | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "M out"]:
-    """Multiply each row of x by its group's matrix in one native call, in float32; apply SwiGLU if matrices are gated.
+    """Multiply each row of x by its group's matrix in one native call; apply SwiGLU if matrices are gated.
 
     Args:
       matrix: packed matrix for each group.
@@ -157,10 +165,11 @@ def multiply_groups(
       group_sizes: rows per group; rows after the last group get zeros.
       input_format: format to which x is rounded, one of `INPUT_FORMATS`.
       terms: low-rank terms of some rows.
+      dtype: result dtype.
     """
-    out = jax.ShapeDtypeStruct((x.shape[0], matrix.num_outputs), jnp.float32)
+    out = jax.ShapeDtypeStruct((x.shape[0], matrix.num_outputs), native.activation_dtype(dtype))
     y: Array = jax.ffi.ffi_call(native.GROUPED_LINEAR, out)(
-        x.astype(jnp.float32),
+        x.astype(native.activation_dtype(x.dtype)),
         matrix.weights,
         matrix.scales,
         matrix.zeros.reshape(-1),
@@ -168,7 +177,7 @@ def multiply_groups(
         *(() if terms is None else terms.operands()),
         **_formats(matrix, input_format),
     )
-    return y
+    return y.astype(dtype)
 
 
 def multiply_low_rank(terms: LowRankTerms, x: Float[Array, "T K"], num_matrices: int) -> Float[Array, "T N"]:
@@ -198,14 +207,16 @@ def _formats(matrix: PackedMatrix, input_format: str) -> dict[str, np.int64]:
     return dict(zip(("weight_format", "input_format"), map(np.int64, indices), strict=True))
 
 
-def _operand(name: str, array: Float[Array, "..."] | None, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Return an optional operand for the native call as float32: an empty array for None.
+def _operand(
+    name: str, array: Float[Array, "..."] | None, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32
+) -> Float[Array, "..."]:
+    """Return an optional operand for the native call in a dtype: an empty array for None.
 
     Raises:
       ValueError: the array does not have this shape; the message has `name`.
     """
     if array is None:
-        return jnp.zeros(0, jnp.float32)
+        return jnp.zeros(0, dtype)
     if array.shape != shape:
         raise ValueError(f"a {name} must be {shape}, got {array.shape}")
-    return array.astype(jnp.float32)
+    return array.astype(dtype)

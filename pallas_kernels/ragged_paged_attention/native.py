@@ -68,14 +68,16 @@ class Native(Backend):
         inputs = inputs.with_all_queries() if options.last_only else inputs
         q, rows, sinks, rope = inputs.q, inputs.rows, inputs.sinks, inputs.rope
         heads = [q, inputs.k] if inputs.v is None else [q, inputs.k, inputs.v]
+        qkv = jnp.concatenate(heads, axis=1)
+        dtype = native.activation_dtype(qkv.dtype)
         pool, structure = jax.tree.flatten(kv_pages)
         shapes = [
-            jax.ShapeDtypeStruct((*q.shape[:2], inputs.kind(options).value_dim), jnp.float32),
+            jax.ShapeDtypeStruct((*q.shape[:2], inputs.kind(options).value_dim), dtype),
             *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pool),
         ]
         call = jax.ffi.ffi_call(native.ATTENTION, shapes, input_output_aliases={i: i for i in range(1, len(shapes))})
         out, *pool = call(
-            jnp.concatenate(heads, axis=1).astype(jnp.float32),
+            qkv.astype(dtype),
             pool[0],
             pool[1] if isinstance(kv_pages, QuantizedPages) else jnp.zeros(0, SCALE_DTYPE),
             jnp.asarray(layer, jnp.int32),

@@ -116,8 +116,8 @@ class NativeMatrix(Matrix):
             return super().linear(x, context._replace(norm=norm if fused else None))
         (inputs, input_format), residual = self._prepared(x, None), context.residual if is_whole else None
         operands: Any = {"bias": context.bias, "residual": residual, "num_live": context.num_live}
-        operands |= {"input_format": input_format, "terms": _fed(terms, x, inputs)}
-        y = packed_linear.multiply(self.packed, inputs, rms_norm=fused, **operands).astype(context.dtype)
+        operands |= {"input_format": input_format, "terms": _fed(terms, x, inputs), "dtype": context.dtype}
+        y = packed_linear.multiply(self.packed, inputs, rms_norm=fused, **operands)
         return y if is_whole else context._replace(bias=None).finish(y)
 
     def multiply_groups(
@@ -125,7 +125,8 @@ class NativeMatrix(Matrix):
     ) -> Float[Array, "M out"]:
         """Compute the grouped matmul in one call."""
         x, input_format = self._prepared(x, context.axis)
-        y = grouped_matmul(x, _plain_panels(self.packed), group_sizes, input_format=input_format)
+        options: Any = {"input_format": input_format, "dtype": context.dtype or jnp.float32}
+        y = grouped_matmul(x, _plain_panels(self.packed), group_sizes, **options)
         return _plain_rows(self.packed, y)
 
     def linear_groups(
@@ -139,12 +140,12 @@ class NativeMatrix(Matrix):
             return super().linear_groups(x, group_sizes, context)
         terms = None if context.term is None else context.term.packed()
         inputs, input_format = self._prepared(x, context.axis)
+        options: Any = {"input_format": input_format, "dtype": context.dtype or jnp.float32}
         if terms is None:
-            y = grouped_matmul(inputs, self.packed, group_sizes, input_format=input_format)
+            y = grouped_matmul(inputs, self.packed, group_sizes, **options)
         else:
-            operands: Any = {"input_format": input_format, "terms": _fed(terms, x, inputs)}
-            y = packed_linear.multiply_groups(self.packed, inputs, group_sizes, **operands)
-        return context._replace(activation=None).finish(y.astype(context.dtype))
+            y = packed_linear.multiply_groups(self.packed, inputs, group_sizes, terms=_fed(terms, x, inputs), **options)
+        return context._replace(activation=None).finish(y)
 
 
 def _fed(terms: LowRankTerms | None, x: Float[Array, "T in"], inputs: Float[Array, "T in"]) -> LowRankTerms | None:

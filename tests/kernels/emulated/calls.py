@@ -44,12 +44,15 @@ class Call(ctypes.Structure):
     _fields_ = [("kernel", Int), ("problem", Pointer)]
 
 
+class Activations(ctypes.Structure):
+    _fields_ = [("data", Pointer), ("is_bfloat16", Bool)]
+
+
 class Linear(ctypes.Structure):
     _fields_ = [
-        *_fields(x__norm=Pointer, eps=Float, bias__residual__weight=Pointer, format=Enum, gated=Bool),
-        *_fields(
-            scales__zeros=Pointer, group_size=Int, input_format=Enum, y=Pointer, num_tokens__num_outputs__num_inputs=Int
-        ),
+        *_fields(x=Activations, norm=Pointer, eps=Float, bias=Pointer, residual=Activations, weight=Pointer),
+        *_fields(format=Enum, gated=Bool, scales__zeros=Pointer, group_size=Int, input_format=Enum, y=Activations),
+        *_fields(num_tokens__num_outputs__num_inputs=Int),
         *_fields(terms__token_terms__rows=Pointer),
     ]
 
@@ -67,8 +70,8 @@ class Grouped(ctypes.Structure):
 
 class Attention(ctypes.Structure):
     _fields_ = [
-        *_fields(qkv__rope__pool=Pointer, format=Enum, scales=Pointer, has_latents=Bool),
-        *_fields(kv_lens__page_table__table_row__cu_q_lens__sinks__tree_mask__out=Pointer),
+        *_fields(qkv=Activations, rope__pool=Pointer, format=Enum, scales=Pointer, has_latents=Bool),
+        *_fields(kv_lens__page_table__table_row__cu_q_lens__sinks__tree_mask=Pointer, out=Activations),
         *_fields(num_tokens__num_rows__table_width__layer__num_pages__page_size=Int),
         *_fields(num_query_heads__num_kv_heads__head_dim__value_dim=Int, scale__soft_cap=Float),
         *_fields(window__max_queries=Int, sees_all=Bool),
@@ -140,17 +143,21 @@ def run(machine: Machine, kernel: int, problem: ctypes.Structure) -> None:
     machine.call(machine.place(np.frombuffer(bytes(call), np.uint8)))
 
 
+def place_activations(machine: Machine, array: np.ndarray) -> Activations:
+    return Activations(machine.place(array), array.dtype.name == "bfloat16")
+
+
 def read_product(machine: Machine, result: Any, attributes: dict[str, Any], *arrays: np.ndarray) -> Linear:
     x, weight, scales, zeros = arrays
     group_size = x.shape[1]
     if scales.size:
         group_size //= scales.shape[1]
     return Linear(
-        x=machine.place(x),
+        x=place_activations(machine, x),
         weight=machine.place(weight),
         scales=machine.place(scales),
         zeros=machine.place(zeros),
-        y=machine.place(np.full(result.shape, np.nan, np.float32)),
+        y=place_activations(machine, np.full(result.shape, np.nan, result.dtype)),
         num_tokens=len(x),
         num_inputs=x.shape[1],
         num_outputs=result.shape[1],
@@ -188,13 +195,14 @@ def solve_linear(machine: Machine, result: Any, attributes: dict[str, Any], *ope
     of_product, (norm, bias, residual, num_live, *terms) = _split(operands)
     machine.clear()
     problem = read_product(machine, result, attributes, *of_product)
-    problem.norm, problem.bias, problem.residual = map(machine.place, (norm, bias, residual))
+    problem.norm, problem.bias = map(machine.place, (norm, bias))
+    problem.residual = place_activations(machine, residual)
     problem.eps, problem.terms = attributes["eps"], place_terms(machine, len(of_product[1]), *terms)
     live = min(max(int(num_live[0]), 0), len(of_product[0])) if num_live.size else len(of_product[0])
     problem.num_tokens = live
     if live:
         run(machine, 0, problem)
-    y = machine.read(problem.y, result.shape, np.dtype(np.float32)).copy()
+    y = machine.read(problem.y.data, result.shape, np.dtype(result.dtype)).copy()
     y[live:] = 0
     return y
 
@@ -205,7 +213,7 @@ def solve_grouped(machine: Machine, result: Any, attributes: dict[str, Any], *op
     problem = read_product(machine, result, attributes, *of_product)
     problem.terms = place_terms(machine, len(of_product[1]), *terms)
     run(machine, 1, Grouped(problem, machine.place(group_sizes), len(group_sizes)))
-    return machine.read(problem.y, result.shape, np.dtype(np.float32))
+    return machine.read(problem.y.data, result.shape, np.dtype(result.dtype))
 
 
 def solve_attention(
@@ -226,7 +234,7 @@ def solve_attention(
             stored = head_dim // 2 + head_dim // group * INT4_NUMBERS
         num_parts = pool.shape[2] * pool.shape[4] // (num_vectors * stored)
     problem = Attention(
-        qkv=machine.place(qkv),
+        qkv=place_activations(machine, qkv),
         rope=machine.place(rope),
         pool=machine.place(pool),
         format=POOL_FORMATS[str(pool.dtype)],
@@ -238,7 +246,7 @@ def solve_attention(
         cu_q_lens=machine.place(cu_q_lens),
         sinks=machine.place(sinks),
         tree_mask=machine.place(tree_mask[0]) if tree_mask else 0,
-        out=machine.place(np.zeros(out.shape, np.float32)),
+        out=place_activations(machine, np.zeros(out.shape, out.dtype)),
         num_tokens=len(qkv),
         num_rows=int(num_rows.reshape(())),
         table_width=page_table.shape[1],
@@ -252,7 +260,7 @@ def solve_attention(
         **{name: attributes[name].item() for name in ("scale", "soft_cap", "window", "max_queries")},
     )
     run(machine, 2, problem)
-    addresses = [problem.out, problem.pool, problem.scales]
+    addresses = [problem.out.data, problem.pool, problem.scales]
     return [
         machine.read(address, to.shape, np.dtype(to.dtype)) for address, to in zip(addresses, results, strict=False)
     ]
@@ -271,14 +279,14 @@ def solve_span_attention(machine: Machine, result: Any, attributes: dict[str, An
     for row, (first, count) in enumerate(zip(np.cumsum(num_pages) - num_pages, num_pages, strict=True)):
         table[row, :count] = np.arange(first, first + count)
     problem = Attention(
-        qkv=machine.place(qkv),
+        qkv=place_activations(machine, qkv),
         rope=machine.place(rope),
         pool=machine.place(np.zeros((int(num_pages.sum()), num_heads, 2, SPAN_PAGE * head_dim), np.float32)),
         format=POOL_FORMATS["float32"],
         kv_lens=machine.place(lengths),
         page_table=machine.place(table),
         cu_q_lens=machine.place(np.array(starts, np.int32)),
-        out=machine.place(np.zeros(result.shape, np.float32)),
+        out=place_activations(machine, np.zeros(result.shape, np.float32)),
         num_tokens=num_tokens,
         num_rows=len(lengths),
         table_width=table.shape[1],
@@ -292,7 +300,7 @@ def solve_span_attention(machine: Machine, result: Any, attributes: dict[str, An
         sees_all=True,
     )
     run(machine, 2, problem)
-    return machine.read(problem.out, result.shape, np.dtype(np.float32))
+    return machine.read(problem.out.data, result.shape, np.dtype(np.float32))
 
 
 def solve_zeros(machine: Machine, result: Any, attributes: dict[str, Any]) -> np.ndarray:
