@@ -190,6 +190,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the processes
     model = [*([] if args.model is None else [args.model]), *args.option]
     with tempfile.TemporaryDirectory() as logs:
         processes = Processes(model, args.replicas, args.port, Path(logs))
