@@ -87,9 +87,7 @@ class PageEvents:
             None if first else request.salt,
             "" if hint is None else hint.group,
             adapter,
-            [_images(request, block * size, (block + 1) * size) for block in range(first, stop)]
-            if request.images
-            else (),
+            _images_by_block(request, size, first, stop),
         )
         self._events.append(event)
 
@@ -127,7 +125,12 @@ class PageEvents:
         return events
 
 
-def _images(request: Request, start: int, end: int) -> list[tuple[bytes, int]]:
-    """Return the images that have tokens in a block from `start` to `end`; see `BlocksStored.images`."""
-    touched = [span for span in request.images if span.first < end and start < span.end]
-    return [(span.image.digest, span.first - start) for span in touched]
+def _images_by_block(request: Request, page_size: int, first: int, stop: int) -> Sequence[Sequence[tuple[bytes, int]]]:
+    """Return the images that have tokens in each block from `first` to `stop`; see `BlocksStored.images`."""
+    if not request.images:
+        return ()
+    found: list[list[tuple[bytes, int]]] = [[] for _ in range(first, stop)]
+    for span in request.images:
+        for block in range(max(first, span.first // page_size), min(stop, -(-span.end // page_size))):
+            found[block - first].append((span.image.digest, span.first - block * page_size))
+    return found
