@@ -414,9 +414,11 @@ void multiply_part(const LinearProblem& p, const TermTokens<Terms>& tokens, int6
   struct Written;
   const int64_t num_kept = std::max<int64_t>(2, num_chunks);
   auto* const written = aligned<uint16_t>(scratch<Written>((num_kept * kTilePanels * kTileNumbers + kTileColumns) / 2));
-  const int64_t end_pairs = end_tile - (end_tile - tile) % 2, num_passes = (end_tile - tile) / 2 - 1;
-  NextBlock next = weights_ahead(p, ahead.panel, ahead.end_panel - ahead.panel, tokens.start(ahead.part) * kTileColumns,
-                                 std::min(tokens.start(ahead.part + 1) * kTileColumns, p.num_inputs), num_chunks * num_passes);
+  const int64_t end_pairs = end_tile - (end_tile - tile) % 2, num_passes = (end_tile - tile + 1) / 2;
+  // The first pass reads the weights of this part; a single one leaves no time to fetch others.
+  const int64_t num_ahead = num_passes > 1 ? ahead.end_panel - ahead.panel : 0;
+  NextBlock next = weights_ahead(p, ahead.panel, num_ahead, tokens.start(ahead.part) * kTileColumns,
+                                 std::min(tokens.start(ahead.part + 1) * kTileColumns, p.num_inputs), num_chunks * (num_passes - 1));
   const bool is_mixed = tile < end_pairs && end_pairs < end_tile, are_kept = end_tile - tile > 2 && num_chunks > 1;
   const bool is_written = is_mixed && are_kept;
   const int64_t step = is_mixed ? kTilePanels : here.end_panel;
