@@ -43,19 +43,13 @@ _NORM = ("weight", "bias")
 def _fields(config: HfConfig, class_tokens: int) -> dict[str, Any]:
     """Return VisionArch fields for a `vision_config` with defaults merged in."""
     values = read_fields(config, _FIELDS)
-    hidden, heads, side = values["hidden_size"], values["num_attention_heads"], values["patch_size"]
-    if hidden % heads:
-        raise ConfigError(f"vision_config: num_attention_heads must divide hidden_size, got {heads} and {hidden}")
+    side = values["patch_size"]
     if values["image_size"] < side:
         raise ConfigError(
             f"vision_config: image_size must be at least patch_size, got {values['image_size']} and {side}"
         )
     return {
-        "hidden_size": hidden,
-        "num_layers": values["num_hidden_layers"],
-        "num_stored_layers": values["num_hidden_layers"],
-        "num_heads": heads,
-        "head_dim": hidden // heads,
+        **encoder.read_layers(values, "num_hidden_layers", "num_attention_heads"),
         "ffn_size": values["intermediate_size"],
         "patch_shape": (values["num_channels"], side, side),
         "activation": values["hidden_act"],

@@ -14,14 +14,50 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
+from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import activation_function, is_gated
 from jaxserve.layers.norm import Norm, NormFunction
-from jaxserve.models.hf_config import HfConfig
+from jaxserve.models.hf_config import POSITIVE, HfConfig, one_of, read_fields
 from jaxserve.models.params import Params, ParamSpec, ScannedLayers
 from jaxserve.models.vision.arch import VisionArch
 from jaxserve.models.vision.inputs import EncoderInputs, Grid, TowerImage
 from jaxserve.pallas_kernels.span_attention import SpanInputs, attend
+
+
+def read_layers(values: HfConfig, layers: str, heads: str, *, has_axes: bool = False) -> dict[str, Any]:
+    """Return the VisionArch fields that all families read alike: numbers and sizes of layers and heads.
+
+    Args:
+        values: fields of a `vision_config`.
+        layers: name of its number of layers.
+        heads: name of its number of heads.
+        has_axes: True if 2-D RoPE halves each head's two halves.
+
+    Raises:
+        ConfigError: the heads do not divide the hidden states.
+    """
+    hidden, num_heads = values["hidden_size"], values[heads]
+    if hidden % num_heads:
+        raise ConfigError(f"vision_config: {heads} must divide hidden_size, got {num_heads} and {hidden}")
+    if has_axes and hidden // num_heads % 4:
+        raise ConfigError(
+            f"vision_config: hidden_size must be a multiple of 4 x {heads} for 2-D RoPE, got {hidden} and {num_heads}"
+        )
+    return {
+        "hidden_size": hidden,
+        "num_layers": values[layers],
+        "num_stored_layers": values[layers],
+        "num_heads": num_heads,
+        "head_dim": hidden // num_heads,
+    }
+
+
+def read_axial_theta(given: HfConfig | None, default: int | float) -> float:
+    """Return the base of 2-D RoPE in a `vision_config`'s `rope_parameters`."""
+    rope = {"rope_type": "axial", "rope_theta": default, **(given or {})}
+    rope = read_fields(rope, {"rope_type": one_of(("axial", "default")), "rope_theta": POSITIVE})
+    return float(rope["rope_theta"])
 
 
 @dataclass(frozen=True)

@@ -45,25 +45,14 @@ _TEXT_EPS = {"mistral": 1e-6, "ministral3": 1e-5}  # decoders' defaults, which t
 def _parse(config: HfConfig) -> dict[str, Any]:
     """Return VisionArch fields for a `vision_config`."""
     values = read_fields({**_DEFAULTS, **config}, _FIELDS)
-    hidden, heads, side = values["hidden_size"], values["num_attention_heads"], values["patch_size"]
-    if hidden % (4 * heads):
-        raise ConfigError(
-            f"vision_config: hidden_size must be a multiple of 4 x num_attention_heads for 2-D RoPE, got {hidden} and "
-            f"{heads}"
-        )
-    rope = {"rope_type": "axial", "rope_theta": values["rope_theta"], **(values["rope_parameters"] or {})}
-    rope = read_fields(rope, {"rope_type": one_of(("axial", "default")), "rope_theta": POSITIVE})
+    side = values["patch_size"]
     return {
-        "hidden_size": hidden,
-        "num_layers": values["num_hidden_layers"],
-        "num_stored_layers": values["num_hidden_layers"],
-        "num_heads": heads,
-        "head_dim": hidden // heads,
+        **encoder.read_layers(values, "num_hidden_layers", "num_attention_heads", has_axes=True),
         "ffn_size": values["intermediate_size"],
         "patch_shape": (values["num_channels"], side, side),
         "activation": _GATED[values["hidden_act"]],
         "norm_eps": _NORM_EPS,
-        "rope_theta": float(rope["rope_theta"]),
+        "rope_theta": encoder.read_axial_theta(values["rope_parameters"], values["rope_theta"]),
     }
 
 

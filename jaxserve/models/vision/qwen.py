@@ -18,7 +18,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import ACTIVATIONS, activation_function
 from jaxserve.layers.norm import NormFunction, layer_norm, rms_norm
-from jaxserve.models.hf_config import POSITIVE, SIZE, TABLE, HfConfig, one_of, read_field, read_fields
+from jaxserve.models.hf_config import SIZE, TABLE, HfConfig, one_of, read_field, read_fields
 from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import POSITION_EMBED, Params, ParamSpec
 from jaxserve.models.vision import encoder
@@ -79,24 +79,14 @@ _NAMES: dict[str, _Names] = {  # checkpoint modules: MLP, then norm and matrices
 def _fields(config: HfConfig) -> dict[str, Any]:
     """Return the VisionArch fields that all versions share, for a `vision_config` with defaults merged in."""
     values = read_fields(config, _FIELDS)
-    hidden, heads, side = values["hidden_size"], values["num_heads"], values["patch_size"]
-    if hidden % (4 * heads):
-        raise ConfigError(
-            f"vision_config: hidden_size must be a multiple of 4 x num_heads for 2-D RoPE, got {hidden} and {heads}"
-        )
-    rope = {"rope_type": "axial", "rope_theta": 1e4, **(values["rope_parameters"] or {})}
-    rope = read_fields(rope, {"rope_type": one_of(("axial", "default")), "rope_theta": POSITIVE})
+    side = values["patch_size"]
     return {
-        "hidden_size": hidden,
-        "num_layers": values["depth"],
-        "num_stored_layers": values["depth"],
-        "num_heads": heads,
-        "head_dim": hidden // heads,
+        **encoder.read_layers(values, "depth", "num_heads", has_axes=True),
         "patch_shape": (values["in_channels"], values["temporal_patch_size"], side, side),
         "norm_eps": _NORM_EPS,
         "activation": values["hidden_act"],
         "merge_size": values["spatial_merge_size"],
-        "rope_theta": float(rope["rope_theta"]),
+        "rope_theta": encoder.read_axial_theta(values["rope_parameters"], 1e4),
     }
 
 
