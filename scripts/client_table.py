@@ -5,7 +5,8 @@
 
 Every client gets a separate environment in the folder `--work`, which later runs reuse: some are large (guidellm
 installs torch). Each runs the checks in its file in `clients/`. The server serves the embedded model with a chat
-template that supports tools. Each client gets a line: its version, passed checks out of all, and failures.
+template that supports tools, or a random tiny model for clients that send pictures. Each client gets a line: its
+version, passed checks out of all, and failures.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from jaxserve.api.config import DEFAULT_MODEL
 from jaxserve.api.embedded import embedded_model
 
 CLIENTS = Path(__file__).parent / "clients"
+ROOT = Path(__file__).parent.parent
 # lm-eval moves white space at the end of a query to the answer.
 QUERIES = ["import os\nimport", "def add(a, b):\n    return", "class Queue:\n    def", "for key, value in"]
 CHOICES = [" sys", " a + b", " __init__(self):", " self.items():"]
@@ -54,10 +56,12 @@ class Client:
     Attributes:
         script: its file in `clients/`.
         packages: requirements for its environment.
+        sees: True if it sends pictures, to a random tiny model that takes them.
     """
 
     script: str
     packages: tuple[str, ...]
+    sees: bool = False
 
 
 ALL = {
@@ -75,6 +79,8 @@ ALL = {
     "pydantic-ai": Client("with_pydantic_ai.py", ("pydantic-ai-slim[openai]",)),
     "llama-index": Client("with_llama_index.py", ("llama-index-llms-openai-like",)),
     "lm-eval": Client("with_lm_eval.py", ("lm-eval[api]", "transformers")),
+    "pictures": Client("with_pictures.py", ("openai", "anthropic", "litellm", "langchain-openai"), sees=True),
+    "gradio": Client("with_gradio.py", ("gradio", "openai", "pillow"), sees=True),
     "guidellm": Client("with_guidellm.py", ("torch==2.13.0", "guidellm")),
 }
 
@@ -111,6 +117,14 @@ def write_model(directory: Path) -> None:
             record["text"] = llm.generate([ids], greedy, use_tqdm=False)[0].outputs[0].text
             record["transformers"] = by_transformers(directory, record["query"])
     (directory / "task.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_vision_model(directory: Path) -> None:
+    """Write a random tiny model that takes pictures."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from tests import picture_checkpoint  # noqa: PLC0415 - needs torch
+
+    picture_checkpoint.write(directory)
 
 
 def offline(llm: LLM, query: str, choice: str) -> float:
@@ -189,19 +203,23 @@ def main() -> int:
     if args.json is not None and args.json.exists():
         found = json.loads(args.json.read_text())
     all_passed = True
-    with TemporaryDirectory() as temporary:
-        directory = Path(temporary) / "model"
-        write_model(directory)
-        with serving(directory) as url:
-            for name in args.clients:
-                found[name] = entry = results(name, args.work.resolve(), url, directory, is_verbose=args.verbose)
-                failed = {check: error for check, error in entry["checks"].items() if error is not None}
-                all_passed &= not failed
-                print(f"{name} {entry['version']}: {len(entry['checks']) - len(failed)}/{len(entry['checks'])}")
-                for check, error in failed.items():
-                    print(f"    {check}: {error}")
-                if args.json is not None:
-                    args.json.write_text(json.dumps(found, indent=2) + "\n")
+    for write in (write_model, write_vision_model):
+        names = [name for name in args.clients if ALL[name].sees == (write is write_vision_model)]
+        if not names:
+            continue
+        with TemporaryDirectory() as temporary:
+            directory = Path(temporary) / "model"
+            write(directory)
+            with serving(directory) as url:
+                for name in names:
+                    found[name] = entry = results(name, args.work.resolve(), url, directory, is_verbose=args.verbose)
+                    failed = {check: error for check, error in entry["checks"].items() if error is not None}
+                    all_passed &= not failed
+                    print(f"{name} {entry['version']}: {len(entry['checks']) - len(failed)}/{len(entry['checks'])}")
+                    for check, error in failed.items():
+                        print(f"    {check}: {error}")
+                    if args.json is not None:
+                        args.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0 if all_passed else 1
 
 

@@ -16,9 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import tiny_tokenizers
 from PIL import Image
-from tokenizers import AddedToken
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.sampling_params import SamplingParams
@@ -28,26 +26,17 @@ from jaxserve.offline.beam_search import BeamSearchParams
 from jaxserve.offline.llm import LLM
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.openai.chats import has_images
+from tests import picture_checkpoint
 from tests.oracles import torch
+from tests.picture_checkpoint import IMAGE, PROCESSOR
+from tests.server.browser import PATH, Browser
 from tests.server.conftest import running
+from tests.server.test_page import SEND, SETTLED
 from tests.soon_compiled import few_programs
-from tests.vision_checkpoints import FAMILIES, TEXT
 from tests.waiting import until
 
 pytestmark = pytest.mark.long
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}] "
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-)
-IMAGE, VOCAB_SIZE = 319, 320
-PROCESSOR = {
-    "image_processor_type": "CLIPImageProcessor",
-    "size": {"shortest_edge": 20},
-    "crop_size": {"height": 20, "width": 20},
-    "do_center_crop": True,
-}
 SIZES: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 4,
@@ -94,18 +83,7 @@ class Model:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     path = tmp_path_factory.mktemp("llava")
-    family = dataclasses.replace(
-        FAMILIES["llava"],
-        config={"image_token_index": IMAGE, "image_seq_length": 25},
-        text={**TEXT, "vocab_size": VOCAB_SIZE, "eos_token_id": 1},
-    )
-    model = family.write(path)
-    tokenizer = tiny_tokenizers.byte_level(IMAGE)
-    tokenizer.add_special_tokens([AddedToken("<image>", special=True)])
-    assert tokenizer.token_to_id("<image>") == IMAGE
-    tiny_tokenizers.write(path, tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
-    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
-    (path / "generation_config.json").unlink(missing_ok=True)
+    model = picture_checkpoint.write(path)
     with few_programs():
         llm = LLM.over(Engine(EngineConfig(str(path), **SIZES)))
     yield Model(path, model, llm)
@@ -321,16 +299,16 @@ def test_pictures_that_must_wait_are_no_bad_requests(served: Model, monkeypatch:
 def test_a_client_that_leaves_has_no_more_pictures_read(served: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, begun, may_continue = served.llm.engine.reader.images, threading.Event(), threading.Event()
     assert reader is not None
-    num_read, loaded = 0, reader._loaded
+    num_read, prepare = 0, reader._prepare
 
     def slowly(*given: Any) -> Any:
         nonlocal num_read
         num_read += 1
         begun.set()
         assert may_continue.wait(10)
-        return loaded(*given)
+        return prepare(*given)
 
-    monkeypatch.setattr(reader, "_loaded", slowly)
+    monkeypatch.setattr(reader, "_prepare", slowly)
     body = json.dumps(body_with(*[part(PICTURES[0])] * 3)).encode()
     with running(served.llm.engine) as server:
         address = httpx.URL(server.url)
@@ -342,6 +320,32 @@ def test_a_client_that_leaves_has_no_more_pictures_read(served: Model, monkeypat
         may_continue.set()
         until(lambda: not server.app.service.workers._num_running)
     assert num_read == 1
+
+
+PICK = """{
+    const bytes = Uint8Array.from(atob(%r), char => char.charCodeAt(0)), files = new DataTransfer();
+    files.items.add(new File([bytes], "a.png", { type: "image/png" }));
+    const picture = document.getElementById("picture"); picture.files = files.files;
+    picture.dispatchEvent(new Event("change")); 1 }"""
+
+
+@pytest.mark.skipif(PATH is None, reason="Chromium is not installed")
+def test_the_page_takes_a_picture(served: Model, tmp_path: Path) -> None:
+    data = url(PICTURES[0]).partition(",")[2]
+    with running(served.llm.engine) as server:
+        browser = Browser(tmp_path, server.url)
+        try:
+            browser.until("document.getElementById('model').textContent")
+            browser.run(PICK % data)
+            browser.run(SEND % ("Tokens go in", "chat/completions", 4))
+            assert browser.until(SETTLED)
+            assert browser.run("document.querySelectorAll('#reply .error').length") == 0
+            shown = browser.run("document.querySelector('#reply .text').textContent")
+        finally:
+            browser.close()
+    prompt = served.llm.chat([chat(PICTURES[0])], SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt_token_ids
+    assert prompt.count(IMAGE) == 25
+    assert isinstance(shown, str)
 
 
 def test_short_bodies_with_pictures_are_read_off_the_loop() -> None:
