@@ -102,7 +102,7 @@ class ImageSources:
                             f"the server of an image must send it with the status 200, without a redirect, got "
                             f"{response.status} from {host}"
                         )
-                    return b"".join(_parts(response, host, until_s))
+                    return b"".join(_parts(response, host))
         except (OSError, http.client.HTTPException, ValueError) as error:
             if isinstance(error, RequestError):
                 raise
@@ -224,8 +224,8 @@ def is_public(address: str) -> bool:
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
-def _parts(response: http.client.HTTPResponse, host: str, until_s: float) -> Iterator[bytes]:
-    """Yield the parts of a response; RequestError as soon as it has too many bytes, TimeoutError if it is too late."""
+def _parts(response: http.client.HTTPResponse, host: str) -> Iterator[bytes]:
+    """Yield the parts of a response; RequestError as soon as it has too many bytes."""
     num_bytes = 0
     if response.length is not None and response.length > decoding.MAX_FILE_BYTES:
         raise RequestError(f"an image file must have at most {decoding.MAX_FILE_BYTES} bytes, got {response.length}")
@@ -234,7 +234,6 @@ def _parts(response: http.client.HTTPResponse, host: str, until_s: float) -> Ite
         if num_bytes > decoding.MAX_FILE_BYTES:
             raise RequestError(f"an image file must have at most {decoding.MAX_FILE_BYTES} bytes, got more from {host}")
         yield part
-        _left_s(until_s)
 
 
 @contextlib.contextmanager

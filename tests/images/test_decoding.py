@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
 from jaxserve.errors import RequestError
 from jaxserve.images import decoding
@@ -62,6 +62,30 @@ def test_animations_are_their_first_frame(decoders, kind):
     assert set(decode(decoders, data).tobytes()) == {255}
 
 
+def odd_files() -> dict[str, bytes]:
+    """Return whole files with unusual pixels."""
+    rgb = Image.fromarray(PIXELS)
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()  # colours are read as they are
+    return {
+        "CMYK": encoded("JPEG", rgb.convert("CMYK")),
+        "gray JPEG": encoded("JPEG", rgb.convert("L")),
+        "ICC": encoded("PNG", rgb, icc_profile=profile),
+        "16 bits": encoded("PNG", Image.fromarray(PIXELS[..., 0].astype(np.uint16) * 257)),
+        "1 bit": encoded("PNG", rgb.convert("1")),
+        "palette": encoded("PNG", rgb.quantize(7)),
+        "transparent": encoded("WEBP", Image.fromarray(np.dstack([PIXELS, PIXELS[..., 0]])), lossless=True),
+        "1 pixel": encoded("GIF", Image.new("RGB", (1, 1))),
+    }
+
+
+@pytest.mark.parametrize("name", odd_files())
+def test_odd_files_are_decoded_like_pillow(decoders, name):
+    data = odd_files()[name]
+    assert decode(decoders, data).tobytes() == as_rgb(Image.open(io.BytesIO(data))).tobytes()
+    if name == "ICC":
+        assert decode(decoders, data).tobytes() == PIXELS.tobytes()
+
+
 def test_photographs_are_turned_upright(decoders):
     image = Image.fromarray(PIXELS)
     image.getexif()[0x0112] = 6
@@ -86,6 +110,7 @@ SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><image href
         (png(8192, 8193, zlib.compress(b"")), "8192 x 8193 pixels"),
         (png(5000, 5000, zlib.compress(bytes(1000))), "cannot be decoded"),
         (png(10, 10, b"no zlib"), "cannot be decoded"),
+        (png(0, 10, zlib.compress(b"")), "decoded|formats"),
     ],
 )
 def test_broken_files_bombs_and_other_formats_are_refused(decoders, data, word):

@@ -290,7 +290,7 @@ def test_errors_of_servers_that_speak_no_http(loopback_is_public):
         thread.join()
 
 
-def test_local_files_only_below_the_allowed_directory(tmp_path):
+def test_local_files_only_below_the_allowed_directory(tmp_path, monkeypatch):
     allowed, outside = tmp_path / "allowed", tmp_path / "allowed-not"
     for folder in (allowed, outside):
         (folder / "inner").mkdir(parents=True)
@@ -308,6 +308,10 @@ def test_local_files_only_below_the_allowed_directory(tmp_path):
     ):
         with pytest.raises(RequestError, match="file must"):
             load(f"file://{path}", sources)
+    with monkeypatch.context() as late:
+        late.setattr(os.path, "realpath", lambda path: path)  # a link that has come after it was looked at
+        with pytest.raises(RequestError, match="must exist and be readable"):
+            load(f"file://{allowed}/link.png", sources)
     with pytest.raises(RequestError, match="surrogates"):
         load(f"file://{allowed}/\ud800.png", sources)
     with pytest.raises(RequestError, match="file must"):
