@@ -130,9 +130,11 @@ class Engine:
         Raises:
             RequestError: there is no such conversation, or it cannot be saved.
         """
+        saved_as = saved_as or name
         session = self.sessions.latest(name, tenant)
+        self.sessions.check_quota(saved_as, tenant)  # before pages are written, and images compressed
         num_stored = self.host.save_pages(session.token_ids, session.salt, without_patches(session.images))
-        return SavedSession(self.sessions.write(session, saved_as or name), num_stored)
+        return SavedSession(self.sessions.write(session, saved_as), num_stored)
 
     # Weights and memory
 

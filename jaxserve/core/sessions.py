@@ -194,6 +194,10 @@ class Sessions:
         with self._lock:
             return self._remove((tenant, name))
 
+    def check_quota(self, name: str, tenant: str = "") -> None:
+        """Raise SessionQuotaError if an owner may save nothing under a name, whatever its size."""
+        self._check_quota(self._path(name, tenant), tenant, 0)
+
     def write(self, session: Session, name: str) -> Session:
         """Write a session durably under a name, and return it as it was written.
 

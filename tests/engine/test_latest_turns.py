@@ -62,6 +62,9 @@ def test_each_owner_saves_up_to_the_quota(tmp_path: Path) -> None:
         sessions.write(session, name)
     with pytest.raises(SessionQuotaError, match="max_saved_sessions=2 conversations are saved already; delete one"):
         sessions.write(session, "c")
+    with pytest.raises(SessionQuotaError, match="max_saved_sessions=2 conversations are saved already"):
+        sessions.check_quota("c")
+    sessions.check_quota("a")
     sessions.write(replace(session, tenant="other"), "c")
     sessions.delete("b")
     sessions.write(session, "c")
