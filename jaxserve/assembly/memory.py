@@ -20,7 +20,7 @@ from jaxserve.execution.state import new_encoder_cache, new_pool, new_slots, new
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import widest_output
-from jaxserve.models.vision.tower import tower_specs
+from jaxserve.models.vision.tower import num_flops, tower_specs
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import SMALL_PAGE_TOKENS
 from jaxserve.scheduling.kv_cache.groups import KVGroups
@@ -127,6 +127,7 @@ def build_schedule(
         has_states=arch.state is not None,
         pools=arch.pooler is not None,
         num_encoder_rows=encoder_rows(config, arch),
+        encoder_costs=encoder_costs(arch),
         has_position_axes=arch.images is not None and arch.images.has_axes,
         sees_images=arch.sees_images,
     )
@@ -203,6 +204,14 @@ def encoder_rows(config: EngineConfig, arch: ArchConfig) -> int:
     if arch.images is None:
         return 0
     return config.encoder_cache_size or max(DEFAULT_ENCODER_ROWS, default_batch(config, on_cpu=False)[1])
+
+
+def encoder_costs(arch: ArchConfig) -> tuple[tuple[int, int], ...]:
+    """Return, for each program of the vision tower, its patches and the number of text tokens with as many FLOPs."""
+    if arch.images is None:
+        return ()
+    tower, per_token = arch.images.tower, registry.flop_counts(arch).per_token
+    return tuple((size, -(-num_flops(tower, size) // per_token)) for size in tower.buckets)
 
 
 def encoder_cache_bytes(config: EngineConfig, arch: ArchConfig, dtype: DTypeLike) -> int:

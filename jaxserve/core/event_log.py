@@ -21,7 +21,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.sparsity_config import EvictionConfig, read_budget
 from jaxserve.core.events import Added, Finished, ReplicaEvent, Scheduled, replay
 from jaxserve.errors import ConfigError
-from jaxserve.images.prepared import NO_PATCHES, ImageSpan, PreparedImage
+from jaxserve.images.prepared import ImageSpan, PreparedImage
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 from jaxserve.scheduling.request import LOGGED_FIELDS, FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -105,6 +105,7 @@ def read_log(path: str | Path) -> LoggedRun:
     tiers = [_read_tier(*tier) for tier in sizes.pop("tiers", ())]  # an older log has none
     for name in ("windows", "tenant_weights", "targets"):
         sizes[name] = tuple(tuple(each) if isinstance(each, list) else each for each in sizes[name])
+    sizes["encoder_costs"] = tuple(map(tuple, sizes.get("encoder_costs", ())))
     sizes["eviction"] = read_budget(EvictionConfig, sizes.get("eviction"))
     events = (event_from_json(json.loads(line)) for line in lines[1:] if line.endswith("\n"))
     return LoggedRun(ScheduleConfig(**sizes), tiers, events)
@@ -158,13 +159,15 @@ def _field_to_json(field: Any) -> Any:
 
 
 def _image_to_json(span: ImageSpan) -> list[Any]:
-    """Return an image's digest, grid and tokens, in types that JSON has; plans do not depend on its patches."""
-    return [span.image.digest.hex(), *span.image.grid, span.start, span.tokens.tolist()]
+    """Return what plans read of an image, in types that JSON has: of its patches only the number."""
+    image = span.image
+    return [image.digest.hex(), *image.grid, span.start, span.tokens.tolist(), len(image.patches)]
 
 
-def _read_image(digest: str, rows: int, columns: int, start: int, tokens: list[int]) -> ImageSpan:
-    """Return the image that `_image_to_json` has written, without patches."""
-    image = PreparedImage(bytes.fromhex(digest), NO_PATCHES, (rows, columns), len(tokens))
+def _read_image(digest: str, rows: int, columns: int, start: int, tokens: list[int], num_patches: int = 0) -> ImageSpan:
+    """Return the image that `_image_to_json` has written, with empty patches."""
+    patches = np.zeros((num_patches, 0), np.float32)
+    image = PreparedImage(bytes.fromhex(digest), patches, (rows, columns), len(tokens))
     return ImageSpan(image, start, np.array(tokens, np.int32))
 
 

@@ -7,9 +7,10 @@ after the one that computes its last; an image that nobody holds stays until oth
 used first.
 
 Limits. A chunk ends before an image that cannot be encoded in this plan: because its blocks are held, or because the
-plan's encoder runs would exceed the tokens that a plan may have, so that they delay decoding rows by no more than a
-step. A plan may always encode one image. Nobody starves: a row that waits for an image has passed all earlier ones and
-holds none, and a row that holds an image can compute its tokens.
+plan's encoder runs would cost more than the tokens that a plan may have. A run costs as many tokens as have its FLOPs,
+padding included, so that runs delay decoding rows by no more than a step. A plan may always encode one image. Nobody
+starves: a row that waits for an image has passed all earlier ones and holds none, and a row that holds an image can
+compute its tokens.
 
 Whole images. If tokens of an image see the whole image, one step computes them: a chunk ends before an image that it
 does not hold, and is extended to hold one that it begins with.
@@ -18,14 +19,14 @@ does not hold, and is extended to hold one that it begins with.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.errors import RequestError
-from jaxserve.images.prepared import ImageSpan
+from jaxserve.images.prepared import ImageSpan, PreparedImage
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.step_plan import EncoderRun
 
@@ -50,10 +51,17 @@ class EncoderCache:
         num_rows: capacity in embeddings; 0 without images.
         max_whole: maximum tokens of an image that one step computes whole; None if chunks may split images.
         window: smallest sliding window in which whole images are seen; None without.
+        costs: see `ScheduleConfig.encoder_costs`; empty to count an image's embeddings.
     """
 
-    def __init__(self, num_rows: int, max_whole: int | None = None, window: int | None = None) -> None:
-        self._max_whole, self._window = max_whole, window
+    def __init__(
+        self,
+        num_rows: int,
+        max_whole: int | None = None,
+        window: int | None = None,
+        costs: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self._max_whole, self._window, self._costs = max_whole, window, costs
         self.num_rows = num_rows // BLOCK_ROWS * BLOCK_ROWS
         self.restart()
 
@@ -63,7 +71,7 @@ class EncoderCache:
         self._entries: dict[ImageKey, _Entry] = {}  # the least recently held first
         self._forgotten: list[_Entry] = []  # entries that requests hold, and that no other request may find
         self._passed: list[tuple[Request, int]] = []  # images whose last tokens the current plan computes
-        self._num_encoded = 0  # embeddings that the current plan encodes
+        self._num_encoded = 0  # cost of the current plan's encoder runs, in tokens
 
     def check_fits(self, request: Request) -> None:
         """Raise RequestError if one of a request's images is larger than the cache."""
@@ -85,6 +93,11 @@ class EncoderCache:
                 f"got {longest}; take a smaller image or lower max_soft_tokens in mm_processor_kwargs"
             )
 
+    def cost(self, image: PreparedImage) -> int:
+        """Return the cost of encoding an image, in tokens of the text model."""
+        costs = (cost for size, cost in self._costs if len(image.patches) <= size)
+        return next(costs, image.num_embeddings)
+
     def begin_plan(self) -> None:
         """Release the images whose last tokens the previous plan has computed."""
         for request, index in self._passed:
@@ -102,7 +115,7 @@ class EncoderCache:
             request: running request, or one that starts.
             start: its first token to compute.
             num_tokens: tokens wanted.
-            max_encoded: maximum embeddings that the plan may encode, except for its first image.
+            max_encoded: maximum cost of the plan's encoder runs in tokens, except for its first image.
             max_tokens: maximum tokens, to hold an image that must be whole; None for `num_tokens`.
         """
         if not request.images or not num_tokens:
@@ -117,10 +130,11 @@ class EncoderCache:
             size, entry = span.image.num_embeddings, self._entries.get(_key(request, span))
             is_new = entry is None
             num_blocks -= _num_blocks(size) if entry is None or not entry.num_holders else 0
-            if num_blocks < 0 or (is_new and num_encoded and num_encoded + size > max_encoded):
+            cost = self.cost(span.image) if is_new else 0
+            if num_blocks < 0 or (cost and num_encoded and num_encoded + cost > max_encoded):
                 stop = max(span.first, start)
                 break
-            num_encoded += size if is_new else 0
+            num_encoded += cost
         # A last token alone counts as decoded, and programs for decoding rows take no images.
         if stop == request.num_tokens - 1 and request.images[-1].end == request.num_tokens:
             stop = stop - 1 if self._max_whole is None else max(start, min(stop, request.images[-1].first))
@@ -164,7 +178,7 @@ class EncoderCache:
             rows = np.add.outer(np.array(blocks) * BLOCK_ROWS, np.arange(BLOCK_ROWS)).ravel()[:size]
             entry = _Entry(blocks, rows.astype(np.int32))
             runs.append(EncoderRun(span.image, entry.rows))
-            self._num_encoded += size
+            self._num_encoded += self.cost(span.image)
         self._entries[key] = entry
         entry.num_holders += 1
         request.image_rows[index] = entry.rows

@@ -24,7 +24,7 @@ class Prompts:
         self._ledger, self._policy = ledger, policy
         self.unfinished: list[Request] = []
         self._limit = ledger.max_num_batched_tokens  # maximum tokens of the current plan
-        self._max_encoded = self._limit  # maximum embeddings that it encodes
+        self._max_encoded = self._limit  # maximum cost of its encoder runs, in tokens
 
     # The current plan
 

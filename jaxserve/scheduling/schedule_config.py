@@ -54,6 +54,7 @@ class ScheduleConfig:
     num_data_shards: int = 1  # equal data-parallel shards of slots, pages and step tokens
     max_loras: int = 0  # maximum LoRA adapters on the devices; 0 without adapters
     num_encoder_rows: int = 0  # capacity of the encoder cache in image embeddings; 0 without images
+    encoder_costs: tuple[tuple[int, int], ...] = ()  # by encoder program: patches, and tokens with as many FLOPs
     sees_images: bool = False  # True if tokens of an image see the whole image, which one step computes
     has_position_axes: bool = False  # True if tokens of images have positions on several axes (M-RoPE)
 
@@ -95,6 +96,7 @@ class ScheduleConfig:
             tenant_weights=(),
             targets=(),
             max_loras=0,
+            encoder_costs=(),
         )
 
     @property
@@ -257,6 +259,7 @@ def resolve_schedule(
     has_states: bool = False,
     pools: bool = False,
     num_encoder_rows: int = 0,
+    encoder_costs: tuple[tuple[int, int], ...] = (),
     has_position_axes: bool = False,
     sees_images: bool = False,
 ) -> ScheduleConfig:
@@ -272,6 +275,7 @@ def resolve_schedule(
         has_states: True if some layers are recurrent.
         pools: True if the model pools.
         num_encoder_rows: capacity of the encoder cache; 0 without images.
+        encoder_costs: see `ScheduleConfig`.
         has_position_axes: True if tokens of images have positions on several axes.
         sees_images: True if tokens of an image see the whole image.
 
@@ -305,6 +309,7 @@ def resolve_schedule(
         num_data_shards=config.num_data_shards,
         max_loras=config.max_loras if config.enable_lora else 0,
         num_encoder_rows=num_encoder_rows,
+        encoder_costs=encoder_costs,
         has_position_axes=has_position_axes,
         sees_images=sees_images,
     )

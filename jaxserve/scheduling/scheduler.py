@@ -131,7 +131,9 @@ class Scheduler:
         self.adapters = AdapterSlots(sizes.max_loras)
         max_whole = self._shard_sizes.max_num_batched_tokens - self._shard_sizes.max_num_seqs
         window = min(filter(None, sizes.windows), default=None)
-        self.encoder = EncoderCache(sizes.num_encoder_rows, max_whole if sizes.sees_images else None, window)
+        self.encoder = EncoderCache(
+            sizes.num_encoder_rows, max_whole if sizes.sees_images else None, window, sizes.encoder_costs
+        )
         self.shards = [
             Shard(partial(self._new_ledger, first_slot), self.policy, sizes.num_spare_drafts)
             for first_slot in range(0, sizes.max_num_seqs, self._shard_sizes.max_num_seqs)

@@ -20,6 +20,7 @@ from PIL import Image
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.assembly.engine import Engine
 from jaxserve.errors import RequestError
 from jaxserve.offline.beam_search import BeamSearchParams
@@ -61,7 +62,7 @@ class Model:
     model: Any
     llm: LLM
 
-    def greedy(self, text: str, *pictures: Image.Image) -> list[int]:
+    def greedy(self, text: str, *pictures: Image.Image, **options: Any) -> list[int]:
         """Return the ids that transformers generates after a text with one placeholder per picture."""
         from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -76,6 +77,7 @@ class Model:
                 do_sample=False,
                 eos_token_id=1,
                 pad_token_id=0,
+                **options,
             )
         return out[0, len(ids) :].tolist()
 
@@ -120,6 +122,19 @@ def test_prompts_with_pictures_are_those_of_transformers(served: Model) -> None:
     (again,) = served.llm.generate(expanded, SamplingParams(**GREEDY), use_tqdm=False)
     assert ids_of([again]) == expected[:1]
     assert again.prompt_token_ids == outputs[0].prompt_token_ids
+
+
+def test_structured_outputs_after_pictures(served: Model) -> None:
+    """The most likely tokens that a pattern allows, also in a batch with free text."""
+    tokenizer = served.llm.engine.tokenizer
+    texts = {token_id: tokenizer.decode([token_id]) for token_id in range(2, IMAGE)}
+    digits = [token_id for token_id, text in texts.items() if re.fullmatch("[0-9]", text)]
+    pattern = SamplingParams(**GREEDY, structured_outputs=StructuredOutputsParams(regex="[0-9]{8}"))
+    prompt = {"prompt": "Once <image> upon", "multi_modal_data": {"image": PICTURES[0]}}
+    for _ in range(2):  # then with cached pages
+        outputs = served.llm.generate([prompt, prompt], [pattern, SamplingParams(**GREEDY)], use_tqdm=False)
+        constrained = served.greedy("Once <image> upon", PICTURES[0], prefix_allowed_tokens_fn=lambda *_: digits)
+        assert ids_of(outputs) == [constrained, served.greedy("Once <image> upon", PICTURES[0])]
 
 
 def chat(*pictures: Any) -> list[dict[str, Any]]:

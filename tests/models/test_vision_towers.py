@@ -175,6 +175,12 @@ def test_images_prepared_for_another_model_are_refused(name):
         assert message in arch.misfit(image(patches, own_grid, number, size))
 
 
+def test_flops_are_those_of_the_published_tower():
+    """OpenCLIP counts 191 G multiply-adds for ViT-L/14 with 336 pixels; the projector has 21 M weights."""
+    flops = tower.num_flops(published("llava-1.5-7b"), 576)
+    assert flops == pytest.approx(2 * (191e9 * 23 / 24 + 576 * 21e6), rel=0.02)
+
+
 def test_programs_hold_images_in_tiles_that_are_mostly_padding():
     arch, size = published("llava-onevision-7b"), (1536, 390)
     rows, columns = arch.tiles.best(size)

@@ -21,10 +21,10 @@ SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 160, 
 
 
 def image(seed: int, size: int) -> PreparedImage:
-    return PreparedImage(bytes([seed]) * 16, np.zeros((0, 0), np.float32), (1, size), size)
+    return PreparedImage(bytes([seed]) * 16, np.zeros((size, 0), np.float32), (1, size), size)
 
 
-def request(request_id: str, parts: list[int | PreparedImage], **options: Any) -> Request:
+def request(request_id: str, parts: list[int | PreparedImage], num_tokens: int = 3, **options: Any) -> Request:
     """Return a request whose prompt has, for each part, an image or a number of text tokens."""
     ids, spans = list[int](), list[ImageSpan]()
     for part in parts:
@@ -33,8 +33,8 @@ def request(request_id: str, parts: list[int | PreparedImage], **options: Any) -
             ids += [0] * part.num_embeddings
         else:
             ids += [1 + len(ids) % 7] * part
-    params = SamplingParams(max_tokens=3)
-    return Request(request_id, ids, params, 0, len(ids) + 3, images=tuple(spans), **options)
+    params = SamplingParams(max_tokens=num_tokens)
+    return Request(request_id, ids, params, 0, len(ids) + num_tokens, images=tuple(spans), **options)
 
 
 class Device:
@@ -126,17 +126,27 @@ def test_other_requests_do_not_find_forgotten_images() -> None:
     assert len(device.runs) == 2
 
 
-def test_encoder_runs_share_a_step() -> None:
-    """A plan encodes no more embeddings than a step has tokens, but always one image."""
-    sizes = SIZES | {"max_num_batched_tokens": 8}
-    scheduler, device = Scheduler(ScheduleConfig(**sizes, num_encoder_rows=NUM_ROWS)), Device()
-    for number in range(4):
-        scheduler.add(request(str(number), [1, image(number, 20), 1, image(10 + number, 3), 1]))
-    while scheduler.has_unfinished():
+@pytest.mark.parametrize("costs", [(), ((4, 3), (24, 11))], ids=["embeddings", "tokens"])
+def test_encoder_runs_share_a_step(costs: tuple[tuple[int, int], ...]) -> None:
+    """A plan's encoder runs cost no more than a step has tokens; but it may always encode one image.
+
+    Decoding rows are in each plan, so that they wait for no more than that.
+    """
+    sizes, options = SIZES | {"max_num_batched_tokens": 12}, {"num_encoder_rows": NUM_ROWS, "encoder_costs": costs}
+    scheduler, device = Scheduler(ScheduleConfig(**sizes, **options)), Device()
+    scheduler.add(decoding := request("decoding", [2], num_tokens=100))
+    for number in range(3):
+        scheduler.add(request(str(number), [1, image(number, 20), 1, image(10 + number, 3), 1, image(20 + number, 4)]))
+    num_shared = 0
+    while scheduler.num_waiting or scheduler.num_running > 1:
         plan = step(scheduler, device)
-        sizes_encoded = [len(run.rows) for run in plan.encoder_runs]
-        assert sum(sizes_encoded) <= 8 or len(sizes_encoded) == 1
-    assert len(device.runs) == 8
+        assert decoding in plan.requests
+        cost = sum(scheduler.encoder.cost(run.image) for run in plan.encoder_runs)
+        assert cost <= 12 or len(plan.encoder_runs) == 1
+        num_shared += len(plan.encoder_runs) > 1
+    assert len(device.runs) == 9
+    assert num_shared
+    scheduler.finish("decoding", FinishReason.ABORT)
 
 
 def test_whole_images_beyond_a_deadline_take_the_others_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

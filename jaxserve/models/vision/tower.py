@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -101,6 +102,18 @@ def read_tower(config: HfConfig) -> VisionArch:
 def tower_specs(arch: VisionArch) -> list[ParamSpec]:
     """Return a tower's ParamSpecs; their paths begin with "vision"."""
     return ENCODERS[arch.encoder].specs(arch) + PROJECTORS[arch.projector].specs(arch)
+
+
+def num_flops(arch: VisionArch, num_patches: int) -> int:
+    """Return the FLOPs of a program for `num_patches` patches; a multiply-add counts as two.
+
+    The projector's matrices count once for each patch, an upper bound.
+    """
+    weights = sum(prod(spec.shape) for spec in tower_specs(arch) if spec.is_matrix)
+    image = num_patches if arch.grid is None else arch.grid[0] * arch.grid[1]
+    window = image if arch.window is None else (arch.window * arch.merge_size) ** 2
+    keys = sum(min(window, image) if is_windowed else image for is_windowed in arch.is_windowed)
+    return num_patches * (2 * weights + 4 * keys * arch.num_heads * arch.head_dim)
 
 
 def stacked(params: Params, arch: VisionArch, stack: Callable[..., Any] = lambda *arrays: jnp.stack(arrays)) -> Params:

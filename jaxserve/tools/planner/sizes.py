@@ -18,6 +18,7 @@ from jaxserve.assembly.memory import (
     choose_page_size,
     cpu_pool_bytes,
     encoder_cache_bytes,
+    encoder_costs,
     encoder_rows,
     page_bytes,
     pool_dtype,
@@ -167,6 +168,7 @@ class Sizes:
             windows=arch.kv_layout.windows,
             has_states=arch.state is not None,
             num_encoder_rows=encoder_rows(config, arch),
+            encoder_costs=encoder_costs(arch),
             has_position_axes=arch.images is not None and arch.images.has_axes,
             sees_images=arch.sees_images,
         )
