@@ -1,8 +1,9 @@
 // Products of bfloat16 weights by matrix tiles (AMX): an instruction adds 16 x 16 sums of 32 products each.
 //
 // An input of 24 bits is the sum of three bfloat16 terms of 8 bits, so that products are those of floats: each term is
-// multiplied with the weights, and all are added to the same sums. An input rounded to bfloat16 is one term. A row of a tile, i.e. a token, meets the same
-// instructions however many rows there are. An input that is not finite makes its token's outputs NaN.
+// multiplied with the weights, and all are added to the same sums. An input rounded to bfloat16 is one term. A row of a
+// tile, i.e. a token, meets the same instructions however many rows there are. An input that is not finite makes its
+// token's outputs NaN.
 
 #pragma once
 
