@@ -16,11 +16,14 @@ from jaxserve import weights
 from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.assembly.memory import tree_bytes
 from jaxserve.core.sessions import UnknownSessionError
 from jaxserve.errors import RequestError
 from jaxserve.images.prepared import ExpandedPrompt, count_embeddings
 from jaxserve.models import registry
 from jaxserve.offline.llm import LLM
+from jaxserve.tools.planner.sizes import Sizes
+from jaxserve.tools.planner.targets import parse_target
 from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint
 from jaxserve.tools.quantizer.scheme import QuantizeOptions
 from tests import draft_layers
@@ -174,3 +177,14 @@ def test_checkpoints_made_from_another_keep_the_tower(served: Served, tmp_path: 
         served.run(prompts(served), engine)
         towers = [each.replicas[0].executor.params["vision"] for each in (engine, served.engine())]
     jax.tree.map(np.testing.assert_array_equal, *towers)
+
+
+def test_the_planner_counts_the_tower_and_the_encoder_cache(served: Served) -> None:
+    engine = served.engine()
+    runner: Any = engine.replicas[0].executor
+    sizes = Sizes.resolve(engine.config, parse_target("cpu"))
+    assert sizes.memory.weights == tree_bytes(runner.params)
+    assert sizes.memory.images == tree_bytes(runner.state.encoder_cache)
+    text = Sizes.resolve(replace(engine.config, limit_mm_per_prompt={"image": 0}), parse_target("cpu"))
+    assert sizes.memory.weights - text.memory.weights == tree_bytes(runner.params["vision"])
+    assert text.memory.images == 0
