@@ -43,13 +43,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lora_bias": {"r": 4, "lora_bias": True},
     "use_dora": {"r": 8, "use_dora": True},
     "routed experts": {"r": 4, "target_parameters": PARAMETERS},
+    "latents": {"r": 8, "target_modules": [*MLA, "kv_b_proj"]},
 }
-WITH_EXPERTS = ("qwen3_moe", "deepseek_v3")
+ONLY_IN = {"routed experts": ("qwen3_moe", "deepseek_v3"), "latents": ("deepseek_v3",)}
 
 
 def variants(family: str) -> dict[str, dict[str, Any]]:
     """Return LoraConfig arguments by variant."""
-    names = [name for name in VARIANTS if name != "routed experts" or family in WITH_EXPERTS]
+    names = [name for name in VARIANTS if family in ONLY_IN.get(name, FAMILIES)]
     return {name: FAMILIES[family] | VARIANTS[name] for name in names}
 
 

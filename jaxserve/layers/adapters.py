@@ -24,6 +24,7 @@ from jaxserve.layers.token_context import TokenAdapters
 from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS, LowRankTerms, PackedMatrix, multiply_low_rank
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadTerms
 from jaxserve.pallas_kernels.target import target_platform
 
 RANK_GRAIN = PANEL_ROWS  # stacks have ranks that are multiples of this
@@ -80,6 +81,10 @@ class Factors(ABC):
     def _expanded(self, inner: Float[Array, "T rank"], adapters: TokenAdapters) -> Float[Array, "T out"]:
         """Return inner vectors, for one part, multiplied by the second factors; arbitrary values for other tokens."""
 
+    def by_head(self, adapters: TokenAdapters, num_heads: int) -> HeadTerms:
+        """Return the tokens' terms for matrices with rows by head; see `HeadTerms`."""
+        raise NotImplementedError(f"{type(self).__name__} has no terms by head")
+
     @abstractmethod
     def unpacked(self) -> list[tuple[Float[Array, "rank in"], Float[Array, "out rank"]]]:
         """Return both factors of each part in float32, for a matrix with one adapter."""
@@ -125,6 +130,13 @@ class FloatFactors(Factors):
         """Return both factors of each part; see `Factors.unpacked`."""
         firsts = jnp.split(self.a.astype(jnp.float32), len(self.b))
         return [(a, b.T.astype(jnp.float32)) for a, b in zip(firsts, self.b, strict=True)]
+
+    def by_head(self, adapters: TokenAdapters, num_heads: int) -> HeadTerms:
+        """Return the tokens' terms for matrices with rows by head; see `Factors.by_head`."""
+        num_slots, [b] = adapters.num_slots, self.b
+        is_own = adapters.slot[:, None] == 1 + jnp.arange(num_slots, dtype=jnp.int32)[None]
+        a = self.a.reshape(num_slots, -1, self.a.shape[-1])
+        return HeadTerms(is_own, a, b.reshape(*a.shape[:2], num_heads, -1))
 
     def _own(self, inner: Float[Array, "T slots P r"], adapters: TokenAdapters) -> Float[Array, "T out"]:
         """Multiply inner vectors by the second factors, with zeros for all slots but a token's own."""

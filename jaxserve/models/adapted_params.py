@@ -86,7 +86,9 @@ def _with_scales(new: Params, params: Params, axes: Mapping[str, MeshAxes | None
 
     def scale(p: Params, own: Mapping[str, MatrixFactors]) -> Params:
         return {
-            name: scaled(factors, p[name], axes.get(name)) if isinstance(factors, Factors) else factors
+            name: scaled(factors, p[name], axes.get(name))
+            if isinstance(factors, Factors) and factors.scale is not None
+            else factors
             for name, factors in own.items()
         }
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.api.lora_request import EMBEDDINGS, EXPERTS
+from jaxserve.api.lora_request import EMBEDDINGS, EXPERTS, LATENTS
 from jaxserve.errors import ConfigError
+from jaxserve.layers.kv_forms import Latents
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.layer_tensors import MoeNames
@@ -23,7 +24,8 @@ EMBED, HEAD = ("embed",), ("lm_head",)
 # Indices among gate, up and down projection in a stacked parameter; w1 to w3 are Mixtral's names.
 _EXPERT_PARTS = {"gate_up_proj": (0, 1), "gate_proj": (0,), "w1": (0,), "up_proj": (1,), "w3": (1,)}
 _EXPERT_PARTS |= {"down_proj": (2,), "w2": (2,)}
-_FIXED = ("router", "kv_b_proj")  # matrices in layers that are not only multiplied with tokens
+_EXPANSION = "kv_b_proj"  # MLA's matrix from latents to keys and values
+_FIXED = ("router", _EXPANSION)  # matrices in layers that are not only multiplied with tokens
 
 
 class Part(NamedTuple):
@@ -94,6 +96,16 @@ class AdaptedSpec:
         return self.spec.path == EMBED
 
     @property
+    def has_vectors(self) -> bool:
+        """True if adapters may have biases, or norms of rows, beside the factors."""
+        return not self.is_table and self.spec.experts is None and not self.expands_latents
+
+    @property
+    def expands_latents(self) -> bool:
+        """True for MLA's matrix from latents to keys and values, which attention absorbs in queries and outputs."""
+        return self.spec.path[-1] == _EXPANSION
+
+    @property
     def num_inputs(self) -> int:
         """Inputs on a device."""
         return self.local.shape[1]
@@ -113,10 +125,12 @@ def adapted_specs(arch: ArchConfig, local: ArchConfig, extras: Collection[str]) 
         local: a device's sizes.
         extras: enabled names in `LORA_EXTRAS`.
     """
-    both = zip(registry.param_specs(arch), registry.param_specs(local), strict=True)
+    both = list(zip(registry.param_specs(arch), registry.param_specs(local), strict=True))
     found = [AdaptedSpec(spec, own) for spec, own in both if _can_adapt(spec)]
     if EXPERTS in extras:
         found += [AdaptedSpec(*pair) for pair in zip(expert_specs(arch), expert_specs(local), strict=True)]
+    if LATENTS in extras:
+        found += [AdaptedSpec(spec, own) for spec, own in both if _is_expansion(spec, arch)]
     if EMBEDDINGS not in extras:
         return found
     for spec, own in zip(embeddings(arch), embeddings(local), strict=True):
@@ -187,7 +201,7 @@ def separate_experts(modules: Mapping[str, AdapterModule], arch: ArchConfig) -> 
 def unknown_module(name: str, known: Sequence[str], arch: ArchConfig) -> str:
     """Return the error message for an adapter's module that cannot be adapted."""
     tensors = {hf_name.removesuffix(".weight") for spec in registry.param_specs(arch) for hf_name in spec.hf_names}
-    for extra in (EMBEDDINGS, EXPERTS):
+    for extra in (EMBEDDINGS, EXPERTS, LATENTS):
         known_with = {part.module for each in adapted_specs(arch, arch, (extra,)) for part in each.parts}
         if any(own in known_with for own in module_names(name)):
             return f"adapters of {name} need lora_extras with {extra!r}; start the engine with it"
@@ -208,3 +222,10 @@ def _can_adapt(spec: ParamSpec) -> bool:
     """Return whether adapters may change a tensor: a matrix in a layer whose inputs are the step's tokens."""
     is_in_layer = spec.path[0] == "layers" and len(spec.path) == 3
     return is_in_layer and spec.is_matrix and not spec.is_array and spec.experts is None and spec.path[2] not in _FIXED
+
+
+def _is_expansion(spec: ParamSpec, arch: ArchConfig) -> bool:
+    """Return whether a tensor expands latents; not if an indexer chooses them, as its queries come in blocks."""
+    if spec.path[-1] != _EXPANSION:
+        return False
+    return type(arch.layers[int(spec.path[1])].attention.kv) is Latents

@@ -63,6 +63,11 @@ class AdapterCheck:
                 )
             if each.spec.experts is not None and not (module.bias is None and module.magnitude is None):
                 raise ConfigError(f"adapters of routed experts must have factors only, got vectors for {name}")
+            if each.expands_latents and (adapter.invocation or not (module.bias is None and module.magnitude is None)):
+                raise ConfigError(
+                    f"adapters of {name} must have factors only and apply to whole prompts, got vectors, or invocation "
+                    "tokens: a query expands its row's latents with one adapter"
+                )
             if module.bias is not None:
                 self._require(LORA_BIAS, f"biases, as of {name},")
             if module.magnitude is not None:

@@ -109,11 +109,11 @@ class AdapterLayout:
             (rows, columns), num_ranks = each.axes, len(each.parts) * self.rank
             if each.is_table:
                 a = shape((slots * each.num_inputs, self.table_rank), (columns, None))
-            elif self.is_native:
+            elif self._is_packed(each):
                 a = shape(self._packed(each, slots)[0], (None, columns, None, None))
             else:
                 a = shape((slots * num_ranks, each.num_inputs), (None, columns))
-            if self.is_native:
+            if self._is_packed(each):
                 b = [shape(self._packed(each, slots)[1], (rows, None, None, None))]
             else:
                 b = [shape((slots * self.rank, size), (None, rows)) for size in each.part_sizes]
@@ -229,7 +229,11 @@ class AdapterLayout:
 
     def _has(self, extra: str, each: AdaptedSpec) -> bool:
         """Return whether a matrix's outputs may have the vectors of an extra."""
-        return extra in self.extras and not each.is_table and each.spec.experts is None
+        return extra in self.extras and each.has_vectors
+
+    def _is_packed(self, each: AdaptedSpec) -> bool:
+        """Return whether factors are packed for the native CPU kernels."""
+        return self.is_native and not each.expands_latents
 
     @property
     def reads_weights(self) -> bool:
@@ -249,7 +253,7 @@ class AdapterLayout:
 
     def _factors(self, each: AdaptedSpec, a: Any, b: Sequence[Any], bias: Any, scale: Any) -> Factors:
         arrays = a, tuple(b), bias, scale
-        return NativeFactors(*arrays, each.part_sizes) if self.is_native else FloatFactors(*arrays)
+        return NativeFactors(*arrays, each.part_sizes) if self._is_packed(each) else FloatFactors(*arrays)
 
     def _first(self, each: AdaptedSpec, module: AdapterModule | None) -> NDArray[Any]:
         """Return a module's first factor [rank, in], padded; zeros without a module."""
@@ -317,14 +321,14 @@ class AdapterLayout:
             padded = np.pad(a.T, ((0, count * each.num_inputs - a.shape[1]), (0, self.table_rank - self.rank)))
             return np.ascontiguousarray(padded), self._seconds(each, b)
         if mesh is None or each.spec.split_dimension is None:
-            return self._first_panels(a), self._seconds(each, b)
+            return self._first_panels(each, a), self._seconds(each, b)
         if each.spec.split_dimension == 1:
             count = num_parts(mesh, split_axes(each.spec.axes))
             shards = [np.asarray(device_slices(each.spec, [a], index, mesh)[0][0]) for index in range(count)]
-            return np.concatenate([self._first_panels(x) for x in shards], axis=1), self._seconds(each, b)
-        axis = 0 if self.is_native else 1
+            return np.concatenate([self._first_panels(each, x) for x in shards], axis=1), self._seconds(each, b)
+        axis = 0 if self._is_packed(each) else 1
         stored = [self._seconds(each, shards) for shards in self._shards(each, np.concatenate(b), mesh)]
-        return self._first_panels(a), [np.concatenate(x, axis=axis) for x in zip(*stored, strict=True)]
+        return self._first_panels(each, a), [np.concatenate(x, axis=axis) for x in zip(*stored, strict=True)]
 
     def _experts_arrays(
         self, each: AdaptedSpec, a: NDArray[Any], b: Sequence[NDArray[Any]], mesh: Mesh | None
@@ -365,13 +369,13 @@ class AdapterLayout:
             shards.append(np.split(np.pad(own, padding), np.cumsum(each.part_sizes)[:-1]))
         return shards
 
-    def _first_panels(self, a: NDArray[Any]) -> NDArray[Any]:
+    def _first_panels(self, each: AdaptedSpec, a: NDArray[Any]) -> NDArray[Any]:
         """Return a device's first factors [P * rank, in] as their stack has them."""
-        return _panels(a) if self.is_native else a
+        return _panels(a) if self._is_packed(each) else a
 
     def _seconds(self, each: AdaptedSpec, b: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """Return a device's second factors [out, rank], by part, as their stacks have them."""
-        if self.is_native:
+        if self._is_packed(each):
             return [_panels(np.concatenate(b), gated=each.spec.gated)]
         return [np.ascontiguousarray(x.T) for x in b]
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxserve.layers.adapters import AdaptedMatrix
 from jaxserve.layers.indexed_latents import IndexedLatents
-from jaxserve.layers.linear import as_matrix, linear
+from jaxserve.layers.linear import Weight, as_matrix, linear
 from jaxserve.layers.norm import Norm, layer_norm, rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
@@ -79,8 +80,7 @@ def attention(
 ) -> tuple[Float[Array, "N D"], TokenContext]:
     """Apply MLA to T tokens; a sublayer for `models.block`."""
     (latent, rank, _), Q = layer.attention.mla_sizes, layer.attention.num_heads
-    by_head = as_matrix(p["kv_b_proj"]).dense().reshape(Q, -1, rank)
-    to_keys, to_values = jnp.split(by_head, [latent.nope_dim], axis=1)
+    matrices = _head_matrices(p["kv_b_proj"], tokens, layer)
     normed = norm(x)
     low_rank = None
     if "q_a_proj" in p:
@@ -94,8 +94,21 @@ def attention(
     index = None
     if isinstance(kv := layer.attention.kv, IndexedLatents):
         index = _index(p, normed, low_rank, tokens, kv, is_interleaved=latent.index_interleaved)
-    out, tokens = tokens.attend(q, latents, HeadMatrices(to_keys, to_values), layer, index=index)
+    out, tokens = tokens.attend(q, latents, matrices, layer, index=index)
     return project_out(p, out, tokens, arch, residual), tokens
+
+
+def _head_matrices(kv_b: Weight, tokens: TokenContext, layer: LayerContext) -> HeadMatrices:
+    """Return the matrices that expand latents, with the terms of the queries' adapters."""
+    (latent, rank, _), Q = layer.attention.mla_sizes, layer.attention.num_heads
+    matrix, terms = kv_b, None
+    if isinstance(kv_b, AdaptedMatrix):
+        adapters = (tokens.for_last() if layer.last_only else tokens).adapters
+        assert adapters is not None, "tokens have adapters if matrices do"
+        matrix, terms = kv_b.matrix, kv_b.factors.by_head(adapters, Q)
+    by_head = as_matrix(matrix).dense().reshape(Q, -1, rank)
+    to_keys, to_values = jnp.split(by_head, [latent.nope_dim], axis=1)
+    return HeadMatrices(to_keys, to_values, terms)
 
 
 def _project_queries(

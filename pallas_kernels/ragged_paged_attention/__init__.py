@@ -34,6 +34,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
     AttentionInputs,
     AttentionOptions,
     HeadMatrices,
+    HeadTerms,
     MLAInputs,
     Problem,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "AttentionInputs",
     "AttentionOptions",
     "HeadMatrices",
+    "HeadTerms",
     "Heads",
     "IndexInputs",
     "IndexedPages",

@@ -107,6 +107,6 @@ def _expand(
     content, rotated = latents[:, :rank], jnp.broadcast_to(latents[:, rank:], (Q, S, W - rank))
     keys, values = (
         jnp.einsum("sr,qhr->qsh", content, matrix.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-        for matrix in matrices
+        for matrix in matrices[:2]
     )
     return jnp.concatenate([keys, rotated], axis=-1), values

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Heads, KVKind, Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout
@@ -113,12 +113,40 @@ class AttentionInputs(NamedTuple):
         return out.at[self.rows.last_tokens()[1]].get(mode="fill", fill_value=0)
 
 
+class HeadTerms(NamedTuple):
+    """Low-rank terms of `HeadMatrices` that depend on the query, as LoRA adapters have.
+
+    A query of adapter s expands all latents of its row by the matrices plus `b[s] @ a[s]`, of rank k.
+    """
+
+    is_own: Bool[Array, "N S"]
+    """Mask of each query's adapter; all False for a query without terms."""
+    a: Float[Array, "S k r"]
+    b: Float[Array, "S k Q rows"]
+    """Rows by head: n for keys, then v for values."""
+
+    def absorbed(self, nope: Float[Array, "N Q n"]) -> Float[Array, "N Q r"]:
+        """Return the terms of absorbed queries."""
+        inner = _exact("tqn,skqn->tskq", nope, self.b[..., : nope.shape[-1]])
+        return _exact("tskq,skr->tqr", self._own(inner), self.a)
+
+    def values(self, out: Float[Array, "N Q r"], num_values: int) -> Float[Array, "N Q v"]:
+        """Return the terms of per-head outputs."""
+        inner = _exact("tqr,skr->tskq", out, self.a)
+        return _exact("tskq,skqv->tqv", self._own(inner), self.b[..., -num_values:])
+
+    def _own(self, inner: Float[Array, "N S k Q"]) -> Float[Array, "N S k Q"]:
+        return jnp.where(self.is_own[:, :, None, None], inner, 0)
+
+
 class HeadMatrices(NamedTuple):
     """Per-head matrices by which MLA expands a latent's first r elements to keys and values."""
 
     to_keys: Float[Array, "Q n r"]
     """For the n elements of a key that RoPE does not rotate."""
     to_values: Float[Array, "Q v r"]
+    terms: HeadTerms | None = None
+    """Terms of the call's queries; None without any. Latents are not expanded then, but always absorbed."""
 
     def absorb(self, q: Float[Array, "T Q H"]) -> Float[Array, "T Q W"]:
         """Convert per-head queries, n elements and the rotated ones, to queries whose keys are latents: the first n
@@ -126,11 +154,16 @@ class HeadMatrices(NamedTuple):
         """
         nope_dim = self.to_keys.shape[1]
         nope = _per_head("tqn,qnr->tqr", q[..., :nope_dim], self.to_keys)
+        if self.terms is not None:
+            nope += self.terms.absorbed(q[..., :nope_dim]).astype(nope.dtype)
         return jnp.concatenate([nope, q[..., nope_dim:]], axis=-1)
 
     def values(self, out: Float[Array, "T Q rank"]) -> Float[Array, "T Q v"]:
         """Convert attention outputs over latents, the weighted sums of their first r elements, to per-head outputs."""
-        return _per_head("tqr,qvr->tqv", out, self.to_values)
+        values = _per_head("tqr,qvr->tqv", out, self.to_values)
+        if self.terms is None:
+            return values
+        return values + self.terms.values(out, values.shape[-1]).astype(values.dtype)
 
 
 class MLAInputs(NamedTuple):
@@ -219,6 +252,13 @@ class Backend(ABC):
         Returns:
             All queries' outputs in the dtype of `q`, and the updated pool.
         """
+
+
+def _exact(equation: str, *operands: Float[Array, "..."]) -> Float32[Array, "..."]:
+    """Return an einsum in float32."""
+    floats = [x.astype(jnp.float32) for x in operands]
+    result: Array = jnp.einsum(equation, *floats, precision=lax.Precision.HIGHEST)
+    return result
 
 
 def _per_head(equation: str, x: Float[Array, "T Q a"], matrices: Float[Array, "Q b c"]) -> Float[Array, "T Q d"]:

@@ -57,6 +57,7 @@ def mla_attention(
     rows = read_rows(name, inputs.rows, kv_pages)
     inputs = inputs._replace(rows=rows)
     can_expand = BACKENDS[name].expands_latents and inputs.tree_mask is None and not options.last_only
+    can_expand = can_expand and matrices.terms is None
     min_queries = expanded.break_even_queries(matrices) if can_expand else None
     if min_queries is None or min_queries > T:
         latent_inputs = inputs.absorbed(matrices.absorb(inputs.q))

@@ -78,6 +78,17 @@ def test_adapters_of_experts_have_the_logits_of_peft(tmp_path, family, is_native
     check(tmp_path, model, configs, is_native=is_native, is_scanned=is_scanned, extras=("experts",))
 
 
+@pytest.mark.parametrize("is_native", IS_NATIVE)
+@pytest.mark.parametrize("family", some_by_default(("deepseek_v2", "deepseek_v3"), "deepseek_v3"))
+def test_adapters_of_latents_have_the_logits_of_peft(tmp_path, family, is_native):
+    model = write_checkpoint(tmp_path / "model", family)
+    configs = {
+        "one": {"r": 3, "target_modules": ["kv_b_proj"]},
+        "two": {"r": 16, "target_modules": [*MLA, "kv_b_proj"]},
+    }
+    check(tmp_path, model, configs, is_native=is_native, extras=("latents",))
+
+
 @pytest.mark.parametrize("family", some_by_default(("gemma3", "granite", "gpt2"), "gemma3"))
 def test_adapters_of_scaled_embeddings_have_the_logits_of_peft(tmp_path, family):
     targets = ["wte", "c_attn"] if family == "gpt2" else ["embed_tokens", "v_proj"]

@@ -57,7 +57,12 @@ class DenseAttention(Attention):
         T, Q, _ = q.shape
         k, v, shared = layer.options.share(k, v, self.shared)
         unchosen = index and unchosen_tokens(index, rope, layer.attention.kv.top_k)
-        if isinstance(v, HeadMatrices):  # latents, whose rotated elements are the last
+        matrices = v if isinstance(v, HeadMatrices) and v.terms else None
+        if matrices:  # queries have terms: all heads attend to the latents
+            (_, nope_dim, rank), rotated_q = v.to_keys.shape, apply_rope(q[..., v.to_keys.shape[1] :], rope)
+            q = v.absorb(jnp.concatenate([q[..., :nope_dim], rotated_q], -1))
+            v, rope, k = k[..., :rank], None, jnp.concatenate([k[..., :rank], apply_rope(k[..., rank:], rope)], -1)
+        elif isinstance(v, HeadMatrices):  # latents, whose rotated elements are the last
             latents, (_, nope_dim, rank) = k[:, 0], v.to_keys.shape
             q = jnp.concatenate([q[..., :nope_dim], apply_rope(q[..., nope_dim:], rope)], -1)
             rotated = jnp.repeat(apply_rope(k[..., rank:], rope), Q, axis=1)
@@ -75,6 +80,7 @@ class DenseAttention(Attention):
         if sinks is not None:
             scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (Q, T, 1))], axis=-1)
         out = jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores)[..., :T], v)
+        out = matrices.values(out) if matrices else out
         return out, dataclasses.replace(self, count=self.count + layer.index, shared=shared)
 
     def advance(self, inputs, layer):
