@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 from jaxserve.execution.sampling import LogprobLayout, token_logprobs
+from jaxserve.execution.sampling.log_sum_exp import log_sum_exp
 from jaxserve.execution.sampling.token_gather import top_one_by_one
 from tests.oracles import torch
 from tests.own_programs import UNOPTIMIZED
 
 NUM_TOP = 20
 compute = jax.jit(token_logprobs, static_argnums=2, compiler_options=UNOPTIMIZED)
+
+normalise = jax.jit(lambda x: log_sum_exp(x + 0.0), compiler_options=UNOPTIMIZED)
 
 
 @partial(jax.jit, static_argnums=2, compiler_options=UNOPTIMIZED)
@@ -79,3 +82,19 @@ def test_many_are_found_one_by_one_too():
 def test_shapes_can_be_asked_without_arrays():
     shapes = jax.eval_shape(compute, jnp.zeros((3, 50)), jnp.zeros(3, jnp.int32), NUM_TOP)
     assert shapes.top_ids == jax.ShapeDtypeStruct((3, NUM_TOP), jnp.int32)
+
+
+@pytest.mark.parametrize("size", [1, 7, 320, 4097])
+def test_a_row_is_normalised_to_the_same_bits_in_all_programs(size):
+    x = np.random.default_rng(0).normal(scale=5, size=(33, size)).astype(np.float32)
+    whole = np.asarray(log_sum_exp(jnp.asarray(x)))
+    np.testing.assert_allclose(whole, torch.logsumexp(torch.from_numpy(x).double(), 1), rtol=1e-6, atol=1e-6)
+    for count in (1, 2, 5):
+        assert np.array_equal(whole[:count], normalise(x[:count]))
+    assert np.array_equal(whole[::-1], normalise(x[::-1]))
+
+
+def test_normalisers_of_rows_that_are_not_finite():
+    x = np.zeros((5, 40), np.float32)
+    x[0], x[1, 3], x[2, 3], x[3, :39], x[4, 39] = -np.inf, np.inf, np.nan, -np.inf, np.nan
+    np.testing.assert_array_equal(log_sum_exp(jnp.asarray(x)), jax.nn.logsumexp(x, axis=1))

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
+from jaxserve.execution.sampling.log_sum_exp import log_sum_exp
 from jaxserve.execution.sampling.token_gather import top_tokens
 
 
@@ -89,7 +90,7 @@ def token_logprobs(logits: Float[Array, "R V"], token_ids: Int[Array, " R"], num
     `num_top` is V, holds no second [R, V] array.
     """
     logits = logits.astype(jnp.float32)
-    total = jax.nn.logsumexp(logits, axis=1)
+    total = log_sum_exp(logits)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1, mode="clip")  # [R, 1]
     if num_top >= logits.shape[1]:
         top_logits, top_ids = logits, jnp.zeros((logits.shape[0], 0), jnp.int32)
