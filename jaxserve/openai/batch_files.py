@@ -38,7 +38,7 @@ from jaxserve.openai.batch_output import (
 )
 from jaxserve.openai.batch_paths import check_output, open_input
 from jaxserve.openai.batch_progress import BatchProgress
-from jaxserve.openai.context import BodyContext, allow_any, as_given
+from jaxserve.openai.context import BodyContext, allow_any
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
 from jaxserve.openai.fields import ANY, BodyField, BodyReader, each, needed
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest
@@ -193,7 +193,6 @@ def _context(engine: BatchEngine, model_names: Sequence[str]) -> BodyContext:
         engine.default_sampling_params,
         check_prompt=check,
         check_len=partial(check_len, schedule=engine.schedule),
-        salt=getattr(engine, "salt", as_given),
         max_model_len=engine.schedule.max_model_len,
         adapters=getattr(engine, "adapters", ()),
         images=getattr(engine, "images", None),

@@ -32,6 +32,7 @@ from tests.oracles import torch
 from tests.picture_checkpoint import IMAGE, PROCESSOR
 from tests.server.browser import PATH, Browser
 from tests.server.conftest import running
+from tests.server.test_batches import begin, client_of, ended
 from tests.server.test_page import SEND, SETTLED
 from tests.soon_compiled import few_programs
 from tests.waiting import until
@@ -387,6 +388,23 @@ def test_pictures_in_batch_files(served: Model, tmp_path: Path) -> None:
         content = records[name]["response"]["body"]["choices"][0]["message"]["content"]
         assert content == tokenizer.decode(served.greedy("[user] <image>Tokens go in", picture))
     assert "none of the formats" in json.dumps(records["b"])
+
+
+def test_pictures_in_batches_over_http(served: Model, tmp_path: Path) -> None:
+    named = body_with(part(PICTURES[1], uuid="mine"))
+    only_name = body_with({"type": "image_url", "image_url": None, "uuid": "mine"})
+    with running(served.llm.engine, batch_dir=tmp_path, api_key=["one", "two"]) as server:
+        outcomes = []
+        for key, body in (("one", named), ("one", only_name), ("two", only_name)):
+            line = {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions", "body": body}
+            client = client_of(server, key)
+            batch = ended(client, begin(client, json.dumps(line).encode(), endpoint="/v1/chat/completions").id)
+            found = batch.output_file_id or batch.error_file_id
+            assert found is not None
+            record = json.loads(client.files.content(found).text)
+            outcomes.append(record["response"]["body"])
+    assert outcomes[0]["usage"]["prompt_tokens"] == outcomes[1]["usage"]["prompt_tokens"] > 25
+    assert "must be sent again" in outcomes[2]["error"]["message"], "a name belongs to its tenant"
 
 
 def test_the_core_may_be_another_process(served: Model) -> None:

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,7 +145,7 @@ class Jobs:
                 max_in_flight=self._max_in_flight,
                 urls=(batch["endpoint"],),
                 on_record=on_record,
-                context=service.context,
+                context=replace(service.context, salt=engine.salt),
                 adapt=service.for_batch_line,
                 use_tqdm=False,
             )

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from jaxserve.api.sampling_params import SamplingParams
     from jaxserve.api.token_ids import TokenIds
     from jaxserve.core.growing_outputs import RequestGroup
-    from jaxserve.images.reader import ImageReader
     from jaxserve.server.service import Service
     from jaxserve.server.streams import Streams
     from jaxserve.text.tokenizer import Tokenizer
@@ -61,11 +60,6 @@ class ServedEngine:
     def tokenizer(self) -> Tokenizer | None:
         """Tokenizer of prompts."""
         return self._engine.tokenizer
-
-    @property
-    def images(self) -> ImageReader | None:
-        """Reader of images in chats."""
-        return self._engine.reader.images
 
     def salt(self, cache_salt: str | None) -> str | None:
         """Return the salt of prefix cache and named images, which hides the tenant's prompts from others."""
