@@ -7,17 +7,15 @@ For each pair it prints the largest difference in log probabilities of a prompt'
 continuation is the same. PEFT runs each adapter by itself, as it mixes none with DoRA or with experts.
 """
 
-import argparse
 import copy
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy.special import log_softmax
 
+import parity
 from jaxserve import LLM, LoRARequest, SamplingParams
 from jaxserve.api.lora_request import LORA_EXTRAS
 
@@ -84,38 +82,11 @@ def compare(family: str, directory: Path) -> dict[str, dict[str, Any]]:
     return results
 
 
-def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+def table(results: dict[str, parity.Results]) -> str:
     """Return the results as text, a row per variant and a column per family."""
-
-    def cell(family: str, variant: str) -> str:
-        found = results[family].get(variant)
-        if found is None:
-            return "-"
-        return f"{found['max_error']:.0e}{'' if found['same_ids'] else ', other ids'}"
-
-    rows = [["", *results], *([name, *(cell(family, name) for family in results)] for name in VARIANTS)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--json", type=Path, help="file for the results")
-    args = parser.parse_args()
-    results = {}
-    for family in args.families:
-        with tempfile.TemporaryDirectory() as directory:
-            results[family] = compare(family, Path(directory))
-    found = [each for variants in results.values() for each in variants.values()]
-    is_equal = all(each["same_ids"] and each["max_error"] < TOLERANCE for each in found)
-    text = json.dumps({"bench": "adapter_parity", "tolerance": TOLERANCE, "families": results})
-    if args.json is not None:
-        args.json.write_text(text + "\n")
-    print(table(results))
-    print(text)
-    return 0 if is_equal else 1
+    rows = [[name, *(parity.cell(found.get(name)) for found in results.values())] for name in VARIANTS]
+    return parity.aligned([["", *results], *rows])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(parity.run("adapter_parity", __doc__, FAMILIES, compare, table, TOLERANCE))

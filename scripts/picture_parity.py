@@ -8,16 +8,14 @@ probabilities of greedy tokens, and whether these are the same. The prompts are 
 is the prompt with 4 images again. A dash is for towers whose decoder is not served with images.
 """
 
-import argparse
-import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+import parity
 from jaxserve import weights
 from jaxserve.models.params import matrix_transform
 from jaxserve.models.vision import tower
@@ -26,10 +24,9 @@ ROOT = Path(__file__).parent.parent
 TOLERANCE = 1e-4
 IMAGES = (0, 1, 4)
 ROWS = ("embeddings", *(f"{count} image{'' if count == 1 else 's'}" for count in IMAGES), "cached")
-Results = dict[str, dict[str, Any]]
 
 
-def compare(name: str, directory: Path) -> Results:
+def compare(name: str, directory: Path) -> parity.Results:
     """Return the results by row."""
     from tests.e2e.test_pictures import NUM_TOKENS, SERVED, Served, tokens  # noqa: PLC0415 - the oracle needs torch
     from tests.vision_checkpoints import FAMILIES  # noqa: PLC0415 - the oracle needs torch
@@ -38,7 +35,7 @@ def compare(name: str, directory: Path) -> Results:
         return {ROWS[0]: {"max_error": compare_embeddings(FAMILIES[name].write(directory), name, directory)}}
     served = Served(directory, name)
     pictures = served.pictures
-    results: Results = {ROWS[0]: {"max_error": compare_embeddings(pictures.model, name, directory)}}
+    results: parity.Results = {ROWS[0]: {"max_error": compare_embeddings(pictures.model, name, directory)}}
     grids = sorted(pictures.family.grids, key=lambda grid: grid[0] * grid[1])
     prompts = []
     for count in IMAGES:
@@ -72,39 +69,17 @@ def compare_embeddings(model: Any, name: str, directory: Path) -> float:
     return float(np.abs(found - expected).max())
 
 
-def table(results: dict[str, Results]) -> str:
+def table(results: dict[str, parity.Results]) -> str:
     """Return the results as text, a row per family."""
-
-    def cell(found: dict[str, Any] | None) -> str:
-        if found is None:
-            return "-"
-        return f"{found['max_error']:.0e}{'' if found.get('same_ids', True) else ', other ids'}"
-
-    rows = [["", *ROWS], *([name, *(cell(found.get(row)) for row in ROWS)] for name, found in results.items())]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    rows = [[name, *(parity.cell(found.get(row)) for row in ROWS)] for name, found in results.items()]
+    return parity.aligned([["", *ROWS], *rows])
 
 
 def main() -> int:
     sys.path.insert(0, str(ROOT))
     from tests.vision_checkpoints import FAMILIES  # noqa: PLC0415 - the oracle needs torch
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--json", type=Path, help="file for the results")
-    args = parser.parse_args()
-    results = {}
-    for name in args.families:
-        with tempfile.TemporaryDirectory() as directory:
-            results[name] = compare(name, Path(directory))
-    found = [each for rows in results.values() for each in rows.values()]
-    is_equal = all(each.get("same_ids", True) and each["max_error"] < TOLERANCE for each in found)
-    text = json.dumps({"bench": "picture_parity", "tolerance": TOLERANCE, "families": results})
-    if args.json is not None:
-        args.json.write_text(text + "\n")
-    print(table(results))
-    print(text)
-    return 0 if is_equal else 1
+    return parity.run("picture_parity", __doc__, FAMILIES, compare, table, TOLERANCE)
 
 
 if __name__ == "__main__":
