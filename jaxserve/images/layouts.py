@@ -71,7 +71,7 @@ class MergedLayout:
     has_channels_last = False
 
     def fit(self, image: Image, resample: int) -> Pixels:
-        return _pixels(_resized(image, self.target((image.height, image.width)), resample))
+        return _pixels(_resized(image, self.target(_size(image)), resample))
 
     def target(self, size: Size) -> Size:
         """Return the size to which an image is resized."""
@@ -112,7 +112,7 @@ class BoundedLayout:
     has_channels_last = False
 
     def fit(self, image: Image, resample: int) -> Pixels:
-        return _pixels(_resized(image, self.target((image.height, image.width)), resample))
+        return _pixels(_resized(image, self.target(_size(image)), resample))
 
     def target(self, size: Size) -> Size:
         """Return the size to which an image is resized."""
@@ -195,9 +195,7 @@ class PooledLayout:
     has_channels_last = True
 
     def fit(self, image: Image, resample: int) -> Pixels:
-        size = image.height, image.width
-        target = self.target(size)
-        return _pixels(image if target == size else _resized(image, target, resample))
+        return _pixels(_resized(image, self.target(_size(image)), resample))
 
     def target(self, size: Size) -> Size:
         """Return the size to which an image is resized."""
@@ -239,7 +237,7 @@ class TiledLayout:
     has_channels_last = False
 
     def fit(self, image: Image, resample: int) -> Pixels:
-        size, tile = (image.height, image.width), self.tile_size
+        size, tile = _size(image), self.tile_size
         best = self.best(size)
         scale_rows, scale_columns = best[0] / size[0], best[1] / size[1]
         if scale_columns < scale_rows:
@@ -295,6 +293,10 @@ def unfolded(pixels: NDArray[np.float32], layout: Layout) -> NDArray[np.float32]
     return np.ascontiguousarray(patches).reshape(tiles * rows * columns * merge**2, -1)
 
 
+def _size(image: Image) -> Size:
+    return image.height, image.width
+
+
 def _resized(image: Image, size: Size, resample: int) -> Image:
     """Return an image resized to (rows, columns); RequestError if it would be far too large."""
     if size[0] * size[1] > MAX_RESIZED_PIXELS:
@@ -302,7 +304,7 @@ def _resized(image: Image, size: Size, resample: int) -> Image:
             f"an image may have at most {MAX_RESIZED_PIXELS} pixels after resizing, got {image.width} x {image.height} "
             f"that become {size[1]} x {size[0]}; crop its longer side"
         )
-    return image.resize((size[1], size[0]), resample)
+    return image.resize((size[1], size[0]), resample)  # a copy if it has this size
 
 
 def _pixels(image: Image) -> Pixels:

@@ -1,7 +1,10 @@
 """Image files from outside: decoded as Pillow decodes them, or refused; the decoders always serve the next file."""
 
 import io
+import signal
 import struct
+import subprocess
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -142,6 +145,12 @@ def test_files_that_take_too_long_or_too_much_memory_end_only_their_process(monk
     monkeypatch.undo()
     check_serves(decoders)
     decoders.close()
+
+
+@pytest.mark.long
+def test_processor_time_is_limited_whatever_the_wall_time():
+    code = "from jaxserve.images.decoder import _within\nwith _within(0.1):\n    while True: pass"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == -signal.SIGXCPU
 
 
 def test_files_above_the_size_limit_are_never_sent(decoders, monkeypatch):
