@@ -1,4 +1,4 @@
-"""Logarithms of sums of exponentials, such as rows' normalisers of probabilities."""
+"""Log-sum-exp by row, which normalises probabilities."""
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,14 @@ _BLOCK = 512  # columns added at once, a power of two
 def log_sum_exp(x: Float32[Array, "R N"]) -> Float32[Array, " R"]:
     """Return `log(sum(exp(x)))` by row.
 
-    XLA sums in an order that depends on the program and the number of rows. On CPUs, whose native matmuls have one
-    order, this sum has one too, so that a row's bits are the same in all programs of an engine.
+    XLA's own order depends on the program and the row count. On CPUs, whose native matmuls have one order, this sum has
+    one too, so that a row's bits are the same in all programs.
     """
     return _in_order(x) if target_platform() == "cpu" else jax.nn.logsumexp(x, axis=1)
 
 
 def _in_order(x: Float32[Array, "R N"]) -> Float32[Array, " R"]:
-    """Add blocks of columns one after the other, and halves of the resulting columns: all additions are explicit."""
+    """Add column blocks one after the other, then halves: all additions are explicit."""
     num_rows, num_columns = x.shape
     width = min(_BLOCK, 1 << (num_columns - 1).bit_length())
     if num_columns < width:
@@ -30,7 +30,7 @@ def _in_order(x: Float32[Array, "R N"]) -> Float32[Array, " R"]:
 
     def add(index: Int32[Array, ""], sums: Float32[Array, "R width"]) -> Float32[Array, "R width"]:
         first = index * width
-        start = jnp.minimum(first, num_columns - width)  # the last block may repeat columns of the previous one
+        start = jnp.minimum(first, num_columns - width)  # the last block may repeat columns
         block = jnp.exp(lax.dynamic_slice_in_dim(x, start, width, axis=1) - largest)
         return sums + jnp.where(start + jnp.arange(width) >= first, block, 0)
 
