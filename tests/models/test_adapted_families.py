@@ -10,13 +10,14 @@ import pytest
 
 from jaxserve import weights
 from jaxserve.api.lora_request import LORA_EXTRAS
+from jaxserve.errors import ConfigError
 from jaxserve.layers.token_context import TokenAdapters, TokenContext
 from jaxserve.models import decoder, registry
 from jaxserve.models.adapted_params import make_set_adapter, with_adapters
 from jaxserve.models.adapter_layout import AdapterLayout
 from jaxserve.models.params import matrix_transform, stack_layers
 from jaxserve.pallas_kernels import packed_linear
-from jaxserve.weights.adapter_files import read_adapter
+from jaxserve.weights.adapter_files import make_adapter, read_adapter
 from tests.adapters import ATTENTION, MLP, separate_logits, write_adapters
 from tests.checkpoints import write_checkpoint
 from tests.models.test_parity import TOLERANCE, DenseAttention
@@ -87,6 +88,24 @@ def test_adapters_of_latents_have_the_logits_of_peft(tmp_path, family, is_native
         "two": {"r": 16, "target_modules": [*MLA, "kv_b_proj"]},
     }
     check(tmp_path, model, configs, is_native=is_native, extras=("latents",))
+
+
+def test_adapters_of_latents_are_refused_by_name_unless_they_fit(tmp_path):
+    write_checkpoint(tmp_path, "deepseek_v3")
+    arch = registry.from_hf_config(weights.read_config(tmp_path)).within(NUM_TOKENS)
+    spec = next(each for each in registry.param_specs(arch) if each.path[-1] == "kv_b_proj")
+    (out, inner), name = spec.shape, spec.hf_names[0].removesuffix(".weight")
+    tensors = {f"{name}.lora_A.weight": np.ones((4, inner)), f"{name}.lora_B.weight": np.ones((out, 4))}
+
+    def place(extras, **config):
+        layout = AdapterLayout(2, RANK, dtype="float32", is_native=False, is_scanned=False, extras=extras)
+        layout.place(make_adapter({"r": 4} | config, tensors, "the adapter"), arch, None)
+
+    place(("latents",))
+    with pytest.raises(ConfigError, match="kv_b_proj need lora_extras with 'latents'"):
+        place(())
+    with pytest.raises(ConfigError, match="kv_b_proj must have factors only and apply to whole prompts"):
+        place(("latents",), alora_invocation_tokens=[3])
 
 
 @pytest.mark.parametrize("family", some_by_default(("gemma3", "granite", "gpt2"), "gemma3"))
