@@ -38,6 +38,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, deco
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import PagesToRead
 from jaxserve.pallas_kernels.ragged_paged_attention.tiles import ceil_div
+from jaxserve.pallas_kernels.ragged_paged_attention.top_scores import top_mask, top_positions
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
 
 
@@ -157,7 +158,7 @@ class _Choice(NamedTuple):
             keys = self.index_keys.at[self.pages.layer, ids].get(mode="clip").reshape(B, block, -1)
             by_head = jnp.einsum("bxhd,bsd->bxhs", q, keys.astype(jnp.float32), precision=lax.Precision.HIGHEST)
             score = jnp.einsum("bxh,bxhs->bxs", weights, jax.nn.relu(by_head), precision=lax.Precision.HIGHEST)
-            score = jnp.where(score == 0, 0.0, score)  # top_k orders -0 before 0
+            score = jnp.where(score == 0, 0.0, score)  # no -0, which a sort orders before 0
             return lax.dynamic_update_slice_in_dim(scores, jnp.where(visible, score, -jnp.inf), start, 2)
 
         num_blocks = ceil_div(jnp.max(queries.position) + 1, block)
@@ -197,8 +198,7 @@ def _attend_chosen(
         scale: factor on the scores.
     """
     pages, P = choice.pages, choice.pages.page_size
-    _, best = lax.top_k(choice.scores(queries, DECODE_BLOCK_TOKENS)[:, 0], choice.top_k)
-    chosen = jnp.sort(best, axis=1)
+    chosen = top_positions(choice.scores(queries, DECODE_BLOCK_TOKENS)[:, 0], choice.top_k)
     ids = jnp.take_along_axis(queries.page_table, chosen // P, axis=1, mode="clip")
     latents = decode(jax.tree.map(lambda x: x.at[pages.layer, ids, chosen % P].get(mode="clip"), pages.kv_pages))
     visible = chosen[:, None] <= queries.position[:, :, None]  # rows that fill up the group see nothing
@@ -217,11 +217,7 @@ def _attend_masked(
 
     See `_attend_chosen` for the arguments.
     """
-    scores, top_k = choice.scores(queries, PREFILL_BLOCK_TOKENS), choice.top_k
-    least = lax.top_k(scores, top_k)[0][..., -1:]
-    is_tied = scores == least
-    num_tied = top_k - jnp.sum(scores > least, axis=-1, keepdims=True, dtype=jnp.int32)
-    is_chosen = (scores > least) | (is_tied & (jnp.cumsum(is_tied, axis=-1, dtype=jnp.int32) <= num_tied))
+    is_chosen = top_mask(choice.scores(queries, PREFILL_BLOCK_TOKENS), choice.top_k)
     pages, M = choice.pages, queries.page_table.shape[1]
     block_pages = max(1, min(PREFILL_BLOCK_TOKENS // pages.page_size, M))
     block = block_pages * pages.page_size

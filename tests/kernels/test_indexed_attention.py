@@ -19,6 +19,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     IndexInputs,
     RaggedRows,
     apply_rope,
+    top_scores,
 )
 from tests.own_programs import UNOPTIMIZED
 
@@ -205,3 +206,17 @@ def test_index_keys_of_a_quantised_pool_have_16_bits() -> None:
     pool = FORM.new_pages("xla", **sizes, dtype=jnp.dtype("float8_e4m3fn"))
     leaves: list[Array] = jax.tree.leaves(pool)
     assert [leaf.dtype for leaf in leaves] == [jnp.float8_e4m3fn, jnp.bfloat16, jnp.bfloat16]
+
+
+@pytest.mark.parametrize(("size", "count"), [(300, 40), (256, 256), (130, 1)])
+def test_scores_are_chosen_without_a_sort_as_with_one(size: int, count: int) -> None:
+    """Of equal scores the lowest positions come first, also among those that are minus infinity."""
+    rng = np.random.default_rng(size)
+    scores = rng.integers(-3, 4, (6, size)).astype(np.float32) * np.float32(1e-3)
+    scores[3:, size // 3 :] = -np.inf
+    wanted = np.sort(np.argsort(-scores, axis=1, kind="stable")[:, :count], axis=1)
+    least = top_scores.least_by_bits(jnp.asarray(scores), count)
+    np.testing.assert_array_equal(least[:, 0], -np.sort(-scores, axis=1)[:, count - 1])
+    mask = top_scores.top_mask(jnp.asarray(scores), count)
+    np.testing.assert_array_equal(top_scores.positions_in_mask(mask, count), wanted)
+    np.testing.assert_array_equal(top_scores.top_positions(jnp.asarray(scores), count), wanted)
