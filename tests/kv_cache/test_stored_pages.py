@@ -1,20 +1,25 @@
 """The index of a tier, compared with a model that searches all pages, and its eviction rule."""
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.scheduling.kv_cache.pages import STATES
-from jaxserve.scheduling.kv_cache.stored_pages import NUM_LEVELS, PageKey, StoredPages
+from jaxserve.scheduling.kv_cache.stored_pages import CHANCE, LEARNING, MAX_BIAS, NUM_LEVELS, PageKey, StoredPages
 
 KEYS = [PageKey(index % 2, bytes([index])) for index in range(12)]
 
 
 class Searching:
-    """Pages with their last uses and numbers of uses; `deleted` are remembered, the latest at the end."""
+    """Pages with their last uses and numbers of uses; `deleted` are remembered, the latest at the end.
+
+    `bias` is how much faster those grow old that at most one request has used.
+    """
 
     def __init__(self, num_pages, keys):
         self.num_pages, self.now = num_pages, 0
-        self.used, self.num_uses, self.deleted, self.loads = {}, {}, [], []
+        self.used, self.num_uses, self.deleted, self.loads, self.bias = {}, {}, [], [], 0.0
         for key in keys:
             self.use(key, 1)
 
@@ -24,14 +29,28 @@ class Searching:
 
     def victim(self):
         def age(key):
-            return (self.now - self.used[key]) / 2 ** min(self.num_uses[key], NUM_LEVELS - 1)
+            num_uses = self.num_uses[key]
+            bias = max(self.bias - CHANCE, 0) if num_uses <= 1 else 0
+            return (self.now - self.used[key]) / 2 ** (min(num_uses, NUM_LEVELS - 1) - bias)
 
         ages = {key: age(key) for key in self.used if key not in self.loads}
-        return [key for key, each in ages.items() if each == max(ages.values())]
+        return [key for key, each in ages.items() if math.isclose(each, max(ages.values()))]
+
+    def evict(self, key):
+        self.deleted = [*self.deleted, (key, self.num_uses[key])][-self.num_pages :]
+        self.remove(key)
+
+    def store(self, key):
+        num_uses = dict(self.deleted).get(key)
+        if num_uses is not None:
+            num_alike = sum((each > 1) == (num_uses > 1) for _, each in self.deleted)
+            change = max(1, len(self.deleted) / num_alike - 1) * (1 if num_uses > 1 else -1)
+            self.bias = min(max(self.bias + LEARNING * change / self.num_pages, 0), MAX_BIAS)
+            self.deleted.remove((key, num_uses))
+        self.use(key, min(num_uses or 0, NUM_LEVELS - 1))
 
     def remove(self, key):
-        del self.used[key]
-        return self.num_uses.pop(key)
+        del self.used[key], self.num_uses[key]
 
 
 @given(
@@ -47,14 +66,12 @@ def test_the_victim_has_the_largest_age_of_all(num_pages, num_found, actions):
             while not tier.fits(key) and (victim := tier.victim()) is not None:
                 assert victim in model.victim()
                 tier.evict(victim)
-                model.deleted = [*model.deleted, (victim, model.remove(victim))][-num_pages:]
+                model.evict(victim)
             if not tier.fits(key):
                 assert model.victim() == []
                 continue
             tier.store(move, key)
-            earlier = dict(model.deleted)
-            model.deleted = [each for each in model.deleted if each[0] != key]
-            model.use(key, min(earlier.get(key, 0), NUM_LEVELS - 1))
+            model.store(key)
         elif action == "t":
             tier.touch(key)
             if key in model.used:
@@ -71,7 +88,7 @@ def test_the_victim_has_the_largest_age_of_all(num_pages, num_found, actions):
             model.remove(key)
         elif action == "r" and key == KEYS[0]:
             tier.clear()
-            model.used, model.num_uses, model.deleted = {}, {}, []
+            model.used, model.num_uses, model.deleted, model.bias = {}, {}, [], 0.0
         assert {key for key in KEYS if key in tier} == model.used.keys()
         assert (not tier.fits(KEYS[0])) == (len(model.used) >= num_pages)
 

@@ -10,6 +10,10 @@ from typing import NamedTuple
 from jaxserve.scheduling.kv_cache.pages import STATES
 
 NUM_LEVELS = 5  # further uses of a page do not count
+NUM_NEW = 2  # levels of pages that at most one request has used
+# The bias against these, a binary logarithm, changes by LEARNING over the capacity for each page that comes back, up to
+# MAX_BIAS. A bias below CHANCE does not count.
+LEARNING, MAX_BIAS, CHANCE = 2.0, 4.0, 0.5
 
 
 class PageKey(NamedTuple):
@@ -25,7 +29,8 @@ class StoredPages:
     A full tier deletes the oldest page. Its age is the time since its last use, in uses of pages, halved for each use,
     up to NUM_LEVELS - 1 times. Prompts that nobody continues thus leave before conversations, and conversations that
     ended long ago leave in the end (`scripts/tier_hits.py` compares it with other rules). The tier remembers the number
-    of uses of as many deleted pages as it holds, in case they are stored again.
+    of uses of as many deleted pages as it holds, in case they are stored again. It learns from those that are, like ARC
+    (Megiddo and Modha 2003): the more of them several requests had used, the faster other pages grow old.
 
     Its answers depend only on earlier calls and their order. A replay of the scheduler's events thus makes the same
     plans with an index of the same size and content. A page is stored as soon as its store was requested, because
@@ -63,6 +68,8 @@ class StoredPages:
         self._used: list[OrderedDict[PageKey, int]] = [OrderedDict() for _ in range(NUM_LEVELS)]  # last use, by level
         self._now = 0  # number of uses so far
         self._deleted: OrderedDict[PageKey, int] = OrderedDict()  # levels of pages deleted for others
+        self._num_new = 0  # those among them that at most one request had used
+        self._bias = 0.0
         self._sources: dict[int, tuple[PageKey, int | None]] = {}  # by load: its page, and the move that stored it
         self._num_loads: Counter[PageKey] = Counter()  # loads by page, without those that have none
         for key in keys:
@@ -94,15 +101,18 @@ class StoredPages:
         by_age = merge(*map(self._aged, range(NUM_LEVELS)))
         return next((key for _, key in by_age if key not in self._num_loads), None)
 
-    def _aged(self, level: int) -> Iterator[tuple[int, PageKey]]:
+    def _aged(self, level: int) -> Iterator[tuple[float, PageKey]]:
         """Yield the pages on a level, the oldest first, after an age that is comparable between levels, negated."""
-        return (((used - self._now) << (NUM_LEVELS - 1 - level), key) for key, used in self._used[level].items())
+        factor = 2 ** (NUM_LEVELS - 1 - level + (max(self._bias - CHANCE, 0) if level < NUM_NEW else 0))
+        return (((used - self._now) * factor, key) for key, used in self._used[level].items())
 
     def evict(self, key: PageKey) -> None:
         """Delete a page so that another one fits."""
-        self._deleted[key] = self._levels[key]
+        self._deleted[key] = level = self._levels[key]
+        self._num_new += level < NUM_NEW
         if len(self._deleted) > self.num_pages:
-            self._deleted.popitem(last=False)
+            _, level = self._deleted.popitem(last=False)
+            self._num_new -= level < NUM_NEW
         self.delete(key)
 
     def delete(self, key: PageKey) -> None:
@@ -131,7 +141,19 @@ class StoredPages:
     def store(self, move: int, key: PageKey) -> None:
         """Note that a move stores a page."""
         self._add(key, move)
-        self._use(key, self._deleted.pop(key, 0))
+        self._use(key, self._earlier_level(key))
+
+    def _earlier_level(self, key: PageKey) -> int:
+        """Return the level of a page when it was deleted, and learn that it has come back; 0 if it is new."""
+        num_new, num_others = self._num_new, len(self._deleted) - self._num_new
+        level = self._deleted.pop(key, None)
+        if level is None:
+            return 0
+        is_new = level < NUM_NEW
+        self._num_new -= is_new
+        change = -max(1.0, num_others / num_new) if is_new else max(1.0, num_new / num_others)
+        self._bias = min(max(self._bias + LEARNING * change / self.num_pages, 0.0), MAX_BIAS)
+        return level
 
     def _add(self, key: PageKey, move: int | None) -> None:
         """Note a page that a move stores, or that an earlier engine has."""
@@ -156,6 +178,7 @@ class StoredPages:
         self._num_states = 0
         self._levels.clear()
         self._deleted.clear()
+        self._bias, self._num_new = 0.0, 0
         for used in self._used:
             used.clear()
 
