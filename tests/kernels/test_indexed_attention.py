@@ -79,7 +79,7 @@ class Sequences:
         scores = self.weights[row, position] @ np.maximum(index_q @ index_k.T, 0)
         chosen = sorted(np.argsort(-scores, kind="stable")[:TOP_K])
         latents = latents[chosen]
-        to_keys, to_values = map(np.asarray, self.matrices)
+        to_keys, to_values = map(np.asarray, self.matrices[:2])
         keys = np.einsum("sr,qnr->qsn", latents[:, :RANK], to_keys)
         scores = np.einsum("qn,qsn->qs", q[:, :NOPE], keys) + q[:, NOPE:] @ latents[:, RANK:].T
         weights = np.exp(SCALE * scores)
