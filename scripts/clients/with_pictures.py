@@ -87,7 +87,8 @@ def anthropic_messages(target: Target) -> None:
     content = [{"type": "text", "text": QUESTION}, {"type": "image", "source": source}]
     messages: Any = [{"role": "user", "content": content}]
     there = anthropic.Anthropic(base_url=target.url, api_key="none", max_retries=0)
-    reply = there.messages.create(model=target.model, messages=messages, max_tokens=8, temperature=0)
+    greedy = {"temperature": 0}
+    reply = there.messages.create(model=target.model, messages=messages, max_tokens=8, extra_body=greedy)
     usage = reply.usage
     assert (reply.content[0].text, usage.input_tokens + usage.cache_read_input_tokens) == asked(target)
     assert there.messages.count_tokens(model=target.model, messages=messages).input_tokens == asked(target)[1]
