@@ -68,6 +68,7 @@ class Calls:
         read = self._reader(prompts, params, priorities, lora_requests, shares_last_page=shares_last_page)
         with _Running(self._engine, self._threads, len(prompts), use_tqdm) as running:
             outputs = [running.add(partial(read, index)) for index in range(len(prompts))]
+            running.queue()
             running.finish()
         return outputs
 
@@ -166,19 +167,18 @@ class _Running:
             except BusyError:
                 if not (self._read or self._queued):
                     raise
-                self._queue()
+                self.queue()
                 self._wait()
             else:
                 self._read.append(group)
                 return group.output
 
     def finish(self) -> None:
-        """Queue the requests that were added, and wait until all have ended; raise a request's error."""
-        self._queue()
+        """Wait until all queued requests have ended; raise a request's error."""
         while self._queued:
             self._wait()
 
-    def _queue(self) -> None:
+    def queue(self) -> None:
         """Queue the requests that were read since the last call."""
         groups, self._read = self._read, []
         self._queued |= {group.request_id: group for group in groups}

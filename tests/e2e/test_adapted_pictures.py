@@ -3,7 +3,6 @@
 import warnings
 from pathlib import Path
 
-import peft
 import pytest
 
 from jaxserve.api.lora_request import LoRARequest
@@ -11,6 +10,8 @@ from jaxserve.errors import ConfigError, RequestError
 from tests.adapters import STD
 from tests.e2e.test_pictures import Served, tokens
 from tests.oracles import torch
+
+peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.long
 TOWERS = {"qwen2_5_vl": r"(qkv|gate_proj)", "llava": r"(q_proj|fc1)"}

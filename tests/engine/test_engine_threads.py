@@ -180,7 +180,7 @@ def test_few_frames_lead_to_the_program(llm: LLM, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine.frontend, "_send", watched("caller", engine.frontend._send))
     monkeypatch.setattr(engine.replicas[0].executor, "launch", watched("core", engine.replicas[0].executor.launch))
     llm.generate([[1, 2], [3]], PARAMS, use_tqdm=False)
-    assert paths["caller"] == ["start", "submit", "run", "generate"]
+    assert paths["caller"] == ["start", "submit", "queue", "run", "generate"]
     assert paths["core"] == ["launch", "step", "_run"], "and the launch of the executor"
 
 
