@@ -103,6 +103,8 @@ class Traffic:
 def test_no_page_is_lost_in_random_traffic_with_faults(num_operations, layers, tier_pages):
     windows, num_snapshots = layers
     sizes = {"num_pages": 26 * len(windows), "windows": windows, "num_snapshots": num_snapshots}
+    if num_snapshots is not None:  # snapshots take most of a small tier, from which little is loaded then
+        tier_pages = [3 * count for count in tier_pages]
     traffic = Traffic(0, tier_pages=tier_pages, **sizes)
     for _ in range(num_operations // ROUND):
         for _ in range(ROUND):
@@ -115,4 +117,4 @@ def test_no_page_is_lost_in_random_traffic_with_faults(num_operations, layers, t
     assert not traffic.unfinished
     traffic.tiers.replay()
     assert min(traffic.counts.values()) > 0, traffic.counts
-    assert traffic.counts["loaded"] > num_operations // (100 if num_snapshots is None else 500), traffic.counts
+    assert traffic.counts["loaded"] > num_operations // 100, traffic.counts
