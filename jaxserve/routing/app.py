@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import sys
@@ -122,18 +121,22 @@ def serve(config: RouterConfig, sock: socket.socket, on_start: Callable[[str], N
         sock: socket from `sockets.listen`.
         on_start: called with the URL when requests are taken.
     """
+
+    async def run_until_signal() -> None:
+        stopped = asyncio.Event()
+        if sys.platform != "win32":  # there, Ctrl-C cancels the task
+            for each in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(each, stopped.set)
+        await run(App(config), sock, on_start, stopped)
+
     with asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(run(App(config), sock, on_start))
+        runner.run(run_until_signal())
 
 
-async def run(app: App, sock: socket.socket, on_start: Callable[[str], None]) -> None:
-    """Serve an app until a signal comes or the task is cancelled."""
+async def run(app: App, sock: socket.socket, on_start: Callable[[str], None], stopped: asyncio.Event) -> None:
+    """Serve an app until `stopped` is set or the task is cancelled."""
     runner = web.AppRunner(app.web, handler_cancellation=True, access_log=None, shutdown_timeout=30.0)
     await runner.setup()
-    stopped = asyncio.Event()
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # another thread's loop, or a system without signals
-        for each in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(each, stopped.set)
     try:
         await web.SockSite(runner, sock, backlog=2048).start()
         on_start(url_of(sock))

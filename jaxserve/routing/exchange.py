@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -104,9 +105,11 @@ class Exchange:
             if choice is None:
                 if refusal is not None and self._reply is None:
                     return refusal
-                # only what has begun, or was lost, waits for another replica
-                if num_deaths and await self._replicas.wait_for_ready(until_s):
-                    tried.clear()
+                # a request that was lost waits for another replica, and asks those that refuse again after a while
+                if time.monotonic() < until_s and await self._replicas.wait_for_ready(until_s):
+                    if tried:
+                        await asyncio.sleep(self._config.poll_interval_s)
+                        tried.clear()
                     continue
                 return await self._fail(self._no_replica())
             replica, num_shared = choice

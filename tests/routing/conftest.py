@@ -27,6 +27,7 @@ class Replica:
         cuts: sizes after which its next replies break off; nothing is cut when the list is empty.
         paths: paths of the requests that it got, but for `/ready` and `/load`.
         bodies: their bodies.
+        is_full: True if it is ready and refuses all requests.
         is_hung: True if it accepts connections and answers nothing.
         port: its port.
     """
@@ -37,6 +38,7 @@ class Replica:
     cuts: list[int] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
+    is_full: bool = False
     is_hung: bool = False
     port: int = 0
 
@@ -74,9 +76,10 @@ class Replica:
 
     async def _replies(self, path: str, head: bytes, body: bytes) -> AsyncGenerator[bytes]:
         """Yield the bytes of a reply."""
-        if self.backend is None or path == "/load" or self.status != 200:
+        status = 503 if self.is_full and path not in ("/ready", "/load") else self.status
+        if self.backend is None or path == "/load" or status != 200:
             content = httpx.Response(200, json=self.load).content if path == "/load" else b'{"answer": 1}'
-            head = f"HTTP/1.1 {self.status} OK\r\nretry-after: 9\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+            head = f"HTTP/1.1 {status} OK\r\nretry-after: 9\r\ncontent-length: {len(content)}\r\n\r\n".encode()
             yield head + content
             return
         reader, writer = await asyncio.open_connection("127.0.0.1", self.backend)
@@ -124,7 +127,7 @@ def routed(replicas: list[Replica], *, wait: bool = True, **options: Any) -> Ite
                 started.set()
 
             try:
-                await run(app, sock, on_start)
+                await run(app, sock, on_start, asyncio.Event())
             finally:
                 for server in servers:
                     server.close()

@@ -47,3 +47,19 @@ def test_a_stream_that_cannot_move_ends_with_an_error(server: Running) -> None:
     with routed(replicas) as router, router.client.stream("POST", path, json=body | {"logprobs": 1}) as reply:
         data = reply.read()
     assert b"a stream of this kind cannot continue on another one" in data.split(b"\n\n")[-2]
+
+
+def test_a_stream_does_not_wait_forever_for_servers_that_refuse(server: Running) -> None:
+    path, body = body_of("completion")
+    first = Replica(backend=int(server.url.rpartition(":")[2]), cuts=[700])
+    full = Replica(is_full=True)
+    with routed([first, full], failover_timeout_s=0.5, poll_interval_s=0.1) as router:
+        router.app.replicas.all[1].load += 10**6  # so that the first one gets the request
+        with router.client.stream("POST", path, json=body) as reply:
+            parts = reply.iter_raw()
+            data = next(parts)
+            first.is_full = True
+            data += b"".join(parts)
+        router.app.replicas.all[1].load -= 10**6
+        assert b"no server is ready: all refuse" in data.split(b"\n\n")[-2]
+        assert len(first.bodies) + len(full.bodies) < 20, "it must ask only once per interval"
