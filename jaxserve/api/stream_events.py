@@ -33,7 +33,7 @@ class OutputReader:
 
     Args:
         output: growing output, which must not change while `read` runs.
-        starts: numbers of characters and of tokens that count as read, by the completion's index.
+        starts: characters and tokens that count as read, by completion index.
     """
 
     def __init__(self, output: RequestOutput, starts: Mapping[int, tuple[int, int]] | None = None) -> None:

@@ -318,7 +318,7 @@ def _patches_path(path: Path, session: Session) -> Path:
 
 
 def _drop_patches(path: Path, kept: Session | None = None) -> None:
-    """Delete the patches beside a session's file, but for those of the session that it now has."""
+    """Delete the patches beside a session's file that the current session does not use."""
     own = None if kept is None or not kept.images else _patches_path(path, kept)
     for each in path.parent.glob(f"{path.stem}-*.npz"):
         if each != own:

@@ -78,7 +78,7 @@ def test_many_tokens_with_many_columns_have_the_bits_of_few(instruction_set):
     weight, x = matrix((40, 3000)).astype(NARROW), matrix((530, 3000), 1).astype(NARROW)
     packed = packed_linear.pack(weight)
     slices = [slice(530), slice(1), slice(500, 530), slice(200, 301)]
-    whole, *found = map(np.asarray, products_of_rounded(packed, [x[part] for part in slices]))
+    whole, *found = map(np.asarray, rounded_products(packed, [x[part] for part in slices]))
     for part, y in zip(slices[1:], found, strict=True):
         np.testing.assert_array_equal(y, whole[part])
     exact = x.astype(np.float64) @ weight.astype(np.float64).T
@@ -86,7 +86,7 @@ def test_many_tokens_with_many_columns_have_the_bits_of_few(instruction_set):
 
 
 @partial(jax.jit, compiler_options=UNOPTIMIZED)
-def products_of_rounded(packed, inputs):
+def rounded_products(packed, inputs):
     return [packed_linear.multiply(packed, x, input_format="bfloat16") for x in inputs]
 
 

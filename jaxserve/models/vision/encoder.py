@@ -30,8 +30,8 @@ def read_layers(values: HfConfig, layers: str, heads: str, *, has_axes: bool = F
 
     Args:
         values: fields of a `vision_config`.
-        layers: name of its number of layers.
-        heads: name of its number of heads.
+        layers: field with the layer count.
+        heads: field with the head count.
         has_axes: True if 2-D RoPE halves each head's two halves.
 
     Raises:

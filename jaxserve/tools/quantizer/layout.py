@@ -22,7 +22,7 @@ def quantization_config(scheme: Scheme, grid: Grid, floats: Sequence[str] = ()) 
     Args:
         scheme: the checkpoint's scheme.
         grid: grid of the codes.
-        floats: names of tensors in other parts of a multimodal model, which are left out.
+        floats: tensor names outside a multimodal model's text part, which are left out.
     """
     weights: dict[str, Any] = {
         "num_bits": scheme.bits,
