@@ -8,16 +8,20 @@ import pytest
 from tests.random_runs import FACTOR
 
 
-def some_by_default(values: Iterable[str], *chosen: str) -> list[Any]:
-    """Return a parameter for each value; tests of those that are not chosen are full ones.
+def some_by_default(values: Iterable[str], *chosen: str, long: Iterable[str] = ()) -> list[Any]:
+    """Return a parameter for each value; tests of those in `long` are long, of those not chosen full ones.
 
     Raises:
-        ValueError: a chosen one is not among the values.
+        ValueError: a chosen or a long one is not among the values.
     """
-    values = list(values)
-    if missing := {*chosen} - {*values}:
+    values, long = list(values), list(long)
+    if missing := {*chosen, *long} - {*values}:
         raise ValueError(f"each chosen value must be one of {values}, got {sorted(missing)}")
-    return [pytest.param(each, id=each, marks=() if each in chosen else pytest.mark.full) for each in values]
+
+    def mark(each: str) -> Any:
+        return pytest.mark.long if each in long else () if each in chosen else pytest.mark.full
+
+    return [pytest.param(each, id=each, marks=mark(each)) for each in values]
 
 
 def seeds(few: int) -> list[Any]:

@@ -163,6 +163,7 @@ def test_live_lines_go_to_stderr(
     assert "waiting," not in shown.out
 
 
+@pytest.mark.long
 def test_plots(
     model: str,
     workload: str,

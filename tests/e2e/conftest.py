@@ -120,7 +120,7 @@ def speculate(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return make_speculate(llama, tmp_path_factory.mktemp)
 
 
-@pytest.fixture(scope="session", params=some_by_default(PROPOSERS, "ngram", "tree"))
+@pytest.fixture(scope="session", params=some_by_default(PROPOSERS, "ngram", long=["tree"]))
 def speculation(request: pytest.FixtureRequest, speculate: Callable[..., SpeculationConfig]) -> SpeculationConfig:
     """Return the configuration of each proposer."""
     return speculate(request.param)

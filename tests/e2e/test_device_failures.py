@@ -68,11 +68,15 @@ def token_ids(engine: DrivenEngine) -> list[Any]:
     return [output.outputs[0].token_ids for output in generate(engine, PROMPTS, PARAMS)]
 
 
-WAYS = {"alone": {"step_ahead": False}, "ahead": {}, "multi_step": {"multi_step": 5}}
+WAYS = [
+    pytest.param({"step_ahead": False}, id="alone"),
+    pytest.param({}, id="ahead"),
+    pytest.param({"multi_step": 5}, id="multi_step", marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("call", [1, 2, 5])
-@pytest.mark.parametrize("engine", WAYS.values(), ids=WAYS.keys(), indirect=True)
+@pytest.mark.parametrize("engine", WAYS, indirect=True)
 def test_a_failed_step_ends_its_requests_and_spoils_no_later_one(
     engine: DrivenEngine, expected: list[Any], monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:

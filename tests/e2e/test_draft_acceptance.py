@@ -130,7 +130,9 @@ def test_a_draft_with_the_same_tokens_under_other_ids_is_as_good(
         assert engine.stats.since(before).acceptance_rate == 1
 
 
-@pytest.mark.parametrize("proposer", ["same", pytest.param("other", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "proposer", [pytest.param("same", marks=pytest.mark.long), pytest.param("other", marks=pytest.mark.full)]
+)
 def test_numbers_of_drafts_change_and_compile_nothing(
     start: Start, speculate: Callable[..., SpeculationConfig], proposer: str
 ) -> None:

@@ -156,6 +156,7 @@ def test_a_subscriber_knows_what_is_cached(subscriber: Subscriber, open_engine: 
     assert subscriber.num_cached(prompts[1]) == 0
 
 
+@pytest.mark.long
 def test_loaded_blocks_are_announced(
     subscriber: Subscriber, open_engine: Callable[..., DrivenEngine], tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ def expected(start: Start) -> list[list[int]]:
             id="drafts",
             marks=pytest.mark.long,
         ),
-        pytest.param({"max_loras": 1}, id="one slot"),
+        pytest.param({"max_loras": 1}, id="one slot", marks=pytest.mark.long),
     ],
 )
 def test_tokens_are_those_of_plain_steps(start: Start, expected, options: dict[str, Any]):

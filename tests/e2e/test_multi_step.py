@@ -180,6 +180,7 @@ def test_text_streams_in_clumps(llama: Path, llm: LLM, engines: dict[Any, Driven
     assert stats.num_wasted_tokens - before[2] >= 1 + STEPS - num_tokens
 
 
+@pytest.mark.long
 def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways are tried; whichever wins, the tokens are those of single steps."""
     monkeypatch.setattr(step_chooser, "DISPATCH_S", 10.0)  # however slow the machine is

@@ -68,6 +68,7 @@ def needle(seed: int, length: int, needle_len: int) -> tuple[list[int], list[int
     return prompt.tolist(), phrase[1:].tolist()
 
 
+@pytest.mark.long
 def test_needles_are_found_in_a_quarter_of_the_keys(start: Start, tmp_path: Path) -> None:
     write_copying_model(tmp_path)
     length, needle_len = 256, 6

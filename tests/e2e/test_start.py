@@ -73,6 +73,7 @@ def test_dtype_of_weights_and_activations(llama: Path, asked: str, stored: str, 
 
 @pytest.mark.skipif(packed_linear.unsupported("float32", "cpu") is not None, reason="needs the native kernels")
 @pytest.mark.parametrize("stored", mainly(["bfloat16"], "float16"))
+@pytest.mark.long
 def test_a_cpu_keeps_16_bit_matrices(tmp_path: Path, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens equal the same weights' tokens in float32; so do log probabilities, to the last bit without AMX tiles.
 
@@ -150,6 +151,7 @@ def test_a_compile_while_serving_is_noticed(start: Start, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("options", mainly([{"dtype": "bfloat16"}], {"kv_cache_dtype": "bfloat16"}))
+@pytest.mark.long
 def test_narrow_dtypes(start: Start, options: dict[str, str]) -> None:
     """Half-precision programs run, and the log probabilities of their first token are within 0.1."""
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
@@ -197,7 +199,7 @@ BEST = "xla" if build.native.unavailable() else "native"
 @pytest.mark.parametrize(
     ("backend", "dtype", "head_bytes", "error"),
     [
-        (BEST, "int8", 16 + 2, 0.05),
+        pytest.param(BEST, "int8", 16 + 2, 0.05, marks=pytest.mark.long),
         pytest.param(BEST, "int4", 8 + 4, 0.2, marks=pytest.mark.full),
         pytest.param(BEST, "fp8", 16 + 2, 0.05, marks=pytest.mark.full),
         pytest.param("xla", "int8", 16 + 2, 0.05, marks=pytest.mark.full),

@@ -65,6 +65,7 @@ def test_chunked_preempted_and_cached_is_whole(start: Start, hybrid: str) -> Non
     engine.check_integrity()
 
 
+@pytest.mark.long
 def test_state_snapshots_are_taken_at_prompt_ends_and_common_prefixes(start: Start, hybrid: str) -> None:
     engine, prompt = start(model=hybrid), tokens(41, "cached")
     params = replace(GREEDY, max_tokens=5)

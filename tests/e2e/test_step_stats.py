@@ -42,6 +42,7 @@ def test_bytes_and_flops_of_a_prefill_and_a_decode(start: Start) -> None:
     engine.step()
 
 
+@pytest.mark.long
 def test_a_tied_embedding_is_read_as_the_head_and_for_its_rows(start: Start, tmp_path_factory) -> None:
     path = tmp_path_factory.mktemp("tied")
     write_checkpoint(path, "llama", tie_word_embeddings=True, vocab_size=320)

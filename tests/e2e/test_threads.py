@@ -172,6 +172,7 @@ def test_a_closed_engine_frees_its_arrays_while_programs_compile(
     assert len(made) == 8, "the program at hand is the last"
 
 
+@pytest.mark.long
 def test_an_abandoned_one_with_adapters_is_freed_without_the_cycle_collector(llama: Path) -> None:
     llm = LLM(str(llama), **ONE_ROW, enable_lora=True)
     alive = arrays_of(llm)

@@ -163,7 +163,7 @@ class BreakOff:
     ("num_replicas", "stride", "devices_fail", "error"),
     [
         (1, 7, False, ValueError),
-        (2, 53, True, SystemExit),
+        pytest.param(2, 53, True, SystemExit, marks=pytest.mark.long),
         *(
             pytest.param(*sizes, error, marks=pytest.mark.full)
             for sizes in ((2, 23, True), (3, 31, False))

@@ -125,7 +125,7 @@ def reset(llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-@pytest.mark.parametrize("action", [generate, stream, close_stream, reset])
+@pytest.mark.parametrize("action", [generate, stream, pytest.param(close_stream, marks=pytest.mark.long), reset])
 def test_an_interrupt_at_any_line_stops_nobody_else(action: Callable[[LLM], None]) -> None:
     llm, line, was_interrupted = new_llm(), 0, True
     while was_interrupted:

@@ -30,6 +30,7 @@ from tests.soon_compiled import unoptimized
 
 R, T, PAGE_SIZE, MAX_PAGES = 4, 24, 4, 8
 STEPS = ((9, 0, 5, 1), (1, 12, 6, 1), (1, 1, 0, 1), (0, 3, 1, 0))  # tokens of each row
+QUICK = ("llama", "deepseek_v3", "gpt2")
 BACKENDS = {"native": VARIED, "xla": ("llama", "qwen3_5")} if native.unavailable() is None else {"xla": VARIED}
 
 
@@ -86,7 +87,10 @@ def close(found: object, expected: object) -> None:
     ("backend", "family"),
     [
         pytest.param(
-            backend, family, marks=[] if family in BACKENDS[backend] else pytest.mark.full, id=f"{backend}-{family}"
+            backend,
+            family,
+            marks=[] if family in QUICK else pytest.mark.long if family in BACKENDS[backend] else pytest.mark.full,
+            id=f"{backend}-{family}",
         )
         for backend in BACKENDS
         for family in FAMILIES
@@ -111,6 +115,7 @@ def test_last_tokens_are_those_of_steps_with_all(backend: str, family: str, monk
     close((chosen.state.kv_pages, chosen.state.states), (every.state.kv_pages, every.state.states))
 
 
+@pytest.mark.long
 def test_experts_of_the_last_layers_count_all_tokens() -> None:
     arch = registry.from_hf_config(hf_dict("qwen3_moe"))
     params = weights.dummy(registry.param_specs(arch), 0, jnp.float32)

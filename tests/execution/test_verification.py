@@ -145,6 +145,7 @@ def test_round_words_hold_all_counts() -> None:
     assert np.array_equal(np.stack(RoundCounts.unpack(words)), counts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", ["any", "same", "disjoint"])
 def test_tokens_have_the_target_s_distribution_whatever_was_drafted(case: str) -> None:
     """Modified rejection sampling of 40,000 rows with seeds of their own, against the exact probabilities."""

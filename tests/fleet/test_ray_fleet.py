@@ -148,6 +148,7 @@ def test_a_request_that_kills_engines_fails_and_the_others_are_served(
     assert "the fleet died: RuntimeError('a step went wrong')" in caplog.text
 
 
+@pytest.mark.long
 def test_configuration_errors_of_actors_are_one_line(
     cluster: None, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

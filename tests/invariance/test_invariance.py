@@ -90,6 +90,7 @@ def test_an_engine_keeps_its_ids(findings: dict[str, Finding]) -> None:
         assert findings[name].grade in ("bitwise", "ids"), findings[name]
 
 
+@pytest.mark.long
 def test_a_planted_difference_is_found(findings: dict[str, Finding]) -> None:
     assert findings["swapped"].grade == "differs"
     assert counterexample(findings["swapped"]).startswith("first counterexample: swapped, greedy request 0, output")

@@ -100,7 +100,7 @@ def new_pool(form: Latents, backend: str, num_pages: int = len(LENGTHS) * M) -> 
     return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), pool)  # pages hold whatever was in them before
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [BACKENDS[0], *(pytest.param(x, marks=pytest.mark.long) for x in BACKENDS[1:])])
 def test_queries_attend_to_their_best_tokens(backend: str) -> None:
     tokens, rope = Sequences(), None
     if backend == "xla":

@@ -46,7 +46,7 @@ def attend(layer: Array, new: NewTokens, rows: RaggedRows, pool: Any) -> Any:
     return FORM.attend(new, rows, pool, layer, OPTIONS, backend="xla")
 
 
-@pytest.mark.parametrize("layer", [NUM_DENSE_LAYERS - 1, NUM_DENSE_LAYERS])
+@pytest.mark.parametrize("layer", [pytest.param(NUM_DENSE_LAYERS - 1, marks=pytest.mark.long), NUM_DENSE_LAYERS])
 def test_rows_attend_to_their_best_pages(layer: int) -> None:
     rng = np.random.default_rng(0)
     pool = FORM.new_pages("xla", num_layers=L, num_pages=R * M, page_size=P, dtype=jnp.dtype("float32"))

@@ -117,6 +117,7 @@ def test_a_process_that_stops_is_lost_after_a_while(tmp_path: Path, batch: Batch
     processes[1].communicate()
 
 
+@pytest.mark.long
 def test_a_process_that_cannot_start_is_named() -> None:
     command = [*PROGRAM, "generate", "x", "--coordinator-address", "{address}", "--num-processes", "{count}"]
     engine = ["--tensor-parallel-size", "2", "--compile-ahead", "minimal"]

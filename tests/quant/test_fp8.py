@@ -51,6 +51,7 @@ def is_matrix(x: object) -> bool:
     return isinstance(x, StoredMatrix | NativeMatrix)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", mainly(["llama"], "olmoe"))
 def test_an_engine_serves_it(tmp_path: Path, family: str) -> None:
     """Logits are near those of transformers with the float32 weights, and matrices take a byte per element."""

@@ -74,6 +74,7 @@ def held_out(tokenizer):
     return documents, ids, score(*load_model(DEFAULT), ids, window=256)
 
 
+@pytest.mark.long
 def test_beats_xz_on_held_out_text(held_out):
     from eval_bpb import bits_per_byte, score, xz_bits_per_byte
     from training.dense_model import load_model

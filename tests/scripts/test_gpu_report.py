@@ -112,6 +112,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_continues_after_failures_until_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = FAKE_WORKER.replace("MACHINE", repr(MACHINE))
     monkeypatch.setattr(driver, "WORKER", (sys.executable, "-c", worker))

@@ -129,6 +129,7 @@ def test_lines_obey_the_options_of_the_server(engine: Engine, tmp_path: Path, mo
     assert messages == {name: direct[name]["error"]["message"] for name in ("many", "samples")}
 
 
+@pytest.mark.long
 def test_lines_keep_to_the_rate_of_their_key(engine: Engine, tmp_path: Path) -> None:
     options = {"requests_per_minute_per_key": 120, "tokens_per_minute_per_key": 1000, "api_key": ["one"]}
     with running(engine, batch_dir=tmp_path, **options) as server:

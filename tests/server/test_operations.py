@@ -37,6 +37,7 @@ def guarded(engine: Engine, tmp_path: Path) -> Iterator[Running]:
         yield server
 
 
+@pytest.mark.long
 def test_what_starting_leaves_is_out_of_the_collectors_sight_while_it_serves(engine: Engine) -> None:
     before_s = sys.getswitchinterval()
     with running(engine):

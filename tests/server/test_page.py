@@ -28,6 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield server
 
 
+@pytest.mark.long
 def test_the_page_is_self_contained_and_calls_what_there_is(server: Running) -> None:
     reply = server.client.get("/")
     text = reply.text

@@ -86,6 +86,7 @@ class Healthy:
 # Deserialisation
 
 
+@pytest.mark.long
 def test_the_package_runs_no_code_from_data() -> None:
     own_data = {
         Path("execution/program_store.py"),  # compiled programs in the cache of the user

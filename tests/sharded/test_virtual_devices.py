@@ -13,7 +13,7 @@ FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_lev
 DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
-BASIC = ("engine", "logits", "pooling", "sampling", "weights")  # their checks are default tests, the others long ones
+BASIC = ("engine",)  # its checks are default tests, the others long ones
 
 
 @pytest.mark.parametrize("is_basic", [True, pytest.param(False, marks=pytest.mark.long)])

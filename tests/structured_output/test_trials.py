@@ -79,6 +79,7 @@ def test_a_process_that_does_not_start_is_tried_again(
     compile_form(compiler, "", regex="a")
 
 
+@pytest.mark.long
 def test_processes_end_with_their_compiler() -> None:
     compiler = GrammarCompiler(tiny_tokenizers.byte_level(300).to_str(), 300, frozenset({0}))
     compile_form(compiler, "", regex="a")
