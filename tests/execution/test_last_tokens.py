@@ -83,15 +83,16 @@ def close(found: object, expected: object) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), found, expected)
 
 
+def mark(backend: str, family: str) -> Any:
+    if backend == next(iter(BACKENDS)) and family in QUICK:
+        return ()
+    return pytest.mark.long if family in BACKENDS[backend] else pytest.mark.full
+
+
 @pytest.mark.parametrize(
     ("backend", "family"),
     [
-        pytest.param(
-            backend,
-            family,
-            marks=[] if family in QUICK else pytest.mark.long if family in BACKENDS[backend] else pytest.mark.full,
-            id=f"{backend}-{family}",
-        )
+        pytest.param(backend, family, marks=mark(backend, family), id=f"{backend}-{family}")
         for backend in BACKENDS
         for family in FAMILIES
     ],
