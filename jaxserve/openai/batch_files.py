@@ -12,8 +12,6 @@ and about 80 MB for hashes of custom_ids, to find duplicates. Blank lines are sk
 """
 
 import contextlib
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +26,8 @@ from jaxserve.api.schema import one_of
 from jaxserve.core.batch_engine import BatchEngine
 from jaxserve.core.prompt import check_bound, check_len
 from jaxserve.errors import PeerLostError, RequestError, brief
+from jaxserve.openai.batch_lines import DUPLICATE, claim_id, derived_seed, parse_line
 from jaxserve.openai.batch_output import (
-    MAX_LINE_BYTES,
     BatchOutput,
     DoneLines,
     fingerprint_of,
@@ -51,7 +49,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LINE_FIELDS = {**each(ANY, "custom_id", "url", "body"), "method": needed(BodyField(one_of(("POST",), words='"POST"')))}
-_DUPLICATE = "duplicate_custom_id"  # error code
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,16 +281,16 @@ class _BatchRun:
         for number, raw in numbered_lines(lines):
             custom_id: Any = None
             try:
-                content = _parse_json(raw)
+                content = parse_line(raw)
                 custom_id = content.get("custom_id")
-                _claim(custom_id, seen)
+                claim_id(custom_id, seen)
                 if number in self.done:
                     continue
                 request = self.adapt(self._parse_when_free(content))
             except Exception as error:  # any failure becomes the line's error record
                 if number not in self.done:
                     fingerprint, line_error = fingerprint_of(raw, self.key), _line_error(number, error)
-                    is_duplicate = isinstance(line_error, BadRequestError) and line_error.code == _DUPLICATE
+                    is_duplicate = isinstance(line_error, BadRequestError) and line_error.code == DUPLICATE
                     self._write_error(number, None if is_duplicate else custom_id, fingerprint, line_error)
             else:
                 line = _Line(number, custom_id, fingerprint_of(raw, self.key), request)
@@ -314,7 +311,7 @@ class _BatchRun:
             return
         request_id, request, params = f"batch-{line.number}-{index}", line.request, line.request.params
         if params.seed is None:
-            params = replace(params, seed=_derived_seed(self.key, line.number, index))
+            params = replace(params, seed=derived_seed(self.key, line.number, index))
         try:
             wanted = request.pooling or params
             own = {} if request.adapter is None else {"adapter": request.adapter}
@@ -412,48 +409,9 @@ class _BatchRun:
         self.on_record(self.out.num_records, self.out.num_errors)
 
 
-def _parse_json(raw: bytes) -> Json:
-    """Return an input line's JSON object; BadRequestError if it is not one, or the line exceeds MAX_LINE_BYTES."""
-    if len(raw) > MAX_LINE_BYTES:
-        message = f"a line must be at most {MAX_LINE_BYTES} bytes, got more; spread its prompts over several lines"
-        raise BadRequestError(message, code="line_too_long")
-    try:
-        content = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"a line must hold one JSON object, but: {error}", code="invalid_json_line") from None
-    if not isinstance(content, dict):
-        raise BadRequestError(f"a line must hold one JSON object, got {brief(content)}", code="invalid_json_line")
-    return content
-
-
-def _refuse_constant(name: str) -> None:
-    """Raise ValueError for NaN and infinities, which Python's JSON reader would accept."""
-    raise ValueError(f"{name} is not JSON")
-
-
 def _line_error(number: int, error: Exception) -> RequestError:
     """Return a RequestError for the record of line `number`; unexpected errors are logged with their traceback."""
     if isinstance(error, RequestError):
         return error
     logger.error("line %d of the batch failed unexpectedly", number, exc_info=error)
     return BadRequestError(f"the line could not be served: {error!r}", None, "internal_error", 500)
-
-
-def _claim(custom_id: object, seen: set[int]) -> None:
-    """Add a custom_id's hash to `seen`; BadRequestError if it is not a non-empty string, or an earlier line has it."""
-    if not isinstance(custom_id, str) or not custom_id:
-        raise BadRequestError(f"custom_id must be a non-empty string, got {brief(custom_id)}", "custom_id")
-    if hash(custom_id) in seen:
-        raise BadRequestError(
-            f"custom_id must be unique in the file, got {brief(custom_id)} again; this record has none, so that the id "
-            "finds the record of the first line that has it",
-            "custom_id",
-            _DUPLICATE,
-        )
-    seen.add(hash(custom_id))
-
-
-def _derived_seed(key: bytes, number: int, index: int) -> int:
-    """Return the 63-bit sampling seed for a prompt of line `number`, derived from the run seed in `key`."""
-    digest = hashlib.blake2b(f"{number}/{index}".encode(), digest_size=8, key=key, person=b"batch seed").digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -12,7 +12,7 @@ from killing import records_by_id
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import PeerLostError
-from jaxserve.openai import batch_files, batch_output
+from jaxserve.openai import batch_lines, batch_output
 from jaxserve.openai import format as openai_format
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.openai.context import BodyContext
@@ -250,7 +250,7 @@ def test_an_aborted_request_is_an_error(engine: FakeEngine, tmp_path: Path, monk
 def test_a_line_that_is_too_long_fails_alone(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_more: int
 ) -> None:
-    for module in (batch_files, batch_output):
+    for module in (batch_lines, batch_output):
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 4096)
     long = json.dumps(completion("long", metadata={"a": ""})).encode()
     long = long.replace(b'"a": ""', b'"a": "' + b"x" * (4096 + num_more - len(long)) + b'"')
