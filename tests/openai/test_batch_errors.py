@@ -12,7 +12,7 @@ from killing import records_by_id
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import PeerLostError
-from jaxserve.openai import batch_lines, batch_output
+from jaxserve.openai import batch_files, batch_lines, batch_output
 from jaxserve.openai import format as openai_format
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.openai.context import BodyContext
