@@ -4,17 +4,18 @@
     python scripts/bench_baselines.py DIR/tiny --python vllm=~/vllm/bin/python --python openvino_genai=~/ov/bin/python
     python scripts/bench_baselines.py DIR/tiny --engines jaxserve vllm --workloads single my.json --json out.json
 
-Greedy, end of sequence ignored, float32, with all requests queued immediately. Each engine loads once, in a separate
-process, which is stopped while another is measured; a round gives every engine the same prompts, and no two rounds have
-any in common. A failing engine is reported and the others continue. Models converted for an engine, and logs, are kept
-in DIR/tiny.baselines.
+Greedy, end of sequence ignored, float32 unless `--set ENGINE.dtype` specifies another, with all requests queued
+immediately. Each engine loads once, in a separate process, which is stopped while another is measured; a round gives
+every engine the same prompts, and no two rounds have any in common. A failing engine is reported and the others
+continue. Models converted for an engine, and logs, are kept in DIR/tiny.baselines.
 
 Workloads with several requests are measured in output tokens per second; those with a single request in tokens per
 second after the first, (n - 1) / (T(n tokens) - T(1 token, another prompt)). `cores` is the engine's processor use;
 `others` the fraction of all processor time that other processes took meanwhile: above a few percent, the figures are
 unreliable. `of limit` is the arithmetic limit (`baselines/limit.py`: FLOPs and bytes that no engine can avoid, at this
-machine's measured peak rates) over the measured time. `equal ids` is the fraction of requests with exactly the ids of
-transformers, or of the first engine: float32 sums in another order diverge at nearly tied tokens.
+machine's measured peak rates in the engine's dtype) over the measured time. `equal ids` is the fraction of requests
+with exactly the ids of transformers, or of the first engine: float32 sums in another order diverge at nearly tied
+tokens.
 """
 
 import argparse
@@ -32,13 +33,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from baselines.checkpoint import SHAPES, make_checkpoint
-from baselines.limit import Work, least_work
+from baselines.limit import least_work
 from baselines.process import Worker
 from baselines.registry import ENGINES, find_python, worker_command, worker_environment
 from baselines.rounds import Contest, Record, summarise
 from jaxserve.errors import ConfigError
 from jaxserve.execution.roofline import device_peak_rates
 from jaxserve.models import registry
+from jaxserve.models.arch import ArchConfig
 from jaxserve.tools.bench.workloads import Workload, load_workload
 
 _COLUMNS = (
@@ -56,7 +58,7 @@ def main() -> None:
         if args.make and not (args.checkpoint / "config.json").exists():
             _say(f"{args.checkpoint}: {make_checkpoint(args.make, args.checkpoint):,} parameters")
         vocab_size = _vocab_size(args.checkpoint)
-        works = _works(args.checkpoint, workloads)
+        arch = registry.from_hf_config(json.loads((args.checkpoint / "config.json").read_text(encoding="utf-8")))
         if args.json and not args.json.absolute().parent.is_dir():
             raise ConfigError(f"json must be a file in a directory that exists, got {args.json}")
     except ConfigError as error:
@@ -69,10 +71,12 @@ def main() -> None:
         for workload in workloads:
             contest.run(workload, args.rounds)
     summary = summarise(contest.runs)
-    rates = device_peak_rates(jnp.dtype("float32"))  # measured when the engines have ended
-    limits = {name: work.seconds(rates) for name, work in works.items()}
+    options = _by_engine(args.set)
+    dtypes = {name: options[name].get("dtype", "float32").replace("auto", arch.dtype) for name in engines}
+    # Rates are measured when the engines have ended.
+    limits = {dtype: _limits(workloads, arch, dtype) for dtype in sorted({*dtypes.values()})}
     for row in summary:
-        row["limit_share"] = limits[row["workload"]] / row["wall_s"]
+        row["limit_share"] = limits[dtypes[row["engine"]]][row["workload"]] / row["wall_s"]
     report = {
         "machine": {**_machine(), "load_before": load_before, "load_after": os.getloadavg()},
         "checkpoint": args.checkpoint.name,
@@ -101,10 +105,10 @@ def _vocab_size(checkpoint: Path) -> int:
         raise ConfigError(f"{file} must be a JSON object with a vocab_size, but: {error!r}") from error
 
 
-def _works(checkpoint: Path, workloads: Sequence[Workload]) -> dict[str, Work]:
-    """Return each workload's least work; ConfigError if jaxserve does not support the model."""
-    arch = registry.from_hf_config(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
-    return {workload.name: least_work(workload, arch) for workload in workloads}
+def _limits(workloads: Sequence[Workload], arch: ArchConfig, dtype: str) -> dict[str, float]:
+    """Return each workload's arithmetic limit in seconds for an engine that computes in `dtype`."""
+    rates, float_bytes = device_peak_rates(jnp.dtype(dtype)), jnp.dtype(dtype).itemsize
+    return {workload.name: least_work(workload, arch, float_bytes).seconds(rates) for workload in workloads}
 
 
 def _parse() -> argparse.Namespace:

@@ -9,8 +9,6 @@ from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.tools.bench.workloads import Workload
 
-_FLOAT_BYTES = 4  # the engines compute and store keys and values in float32
-
 
 @dataclass(frozen=True)
 class Work:
@@ -33,8 +31,14 @@ class Work:
         return self.flops / rates.flops_per_s + self.num_bytes / rates.bytes_per_s
 
 
-def least_work(workload: Workload, arch: ArchConfig) -> Work:
-    """Return a workload's work if all requests are queued immediately."""
+def least_work(workload: Workload, arch: ArchConfig, float_bytes: int = 4) -> Work:
+    """Return a workload's work if all requests are queued immediately.
+
+    Args:
+        workload: the requests.
+        arch: model sizes.
+        float_bytes: bytes per weight, key and value.
+    """
     prefixes: dict[int, int] = {}
     computed: list[range] = []  # token positions that each sequence computes
     decoded: list[range] = []
@@ -48,8 +52,8 @@ def least_work(workload: Workload, arch: ArchConfig) -> Work:
     num_outputs = sum(request.output_len for request in workload.requests)
     flops = registry.flop_counts(arch).step(sum(map(len, computed)), num_outputs, _num_scores(arch, computed))
     num_steps = max(request.output_len for request in workload.requests)
-    kv_bytes = _num_scores(arch, decoded) * _FLOAT_BYTES * arch.attention.kv.token_size
-    return Work(flops, num_steps * _weight_bytes(arch) + kv_bytes)
+    kv_bytes = _num_scores(arch, decoded) * float_bytes * arch.attention.kv.token_size
+    return Work(flops, num_steps * float_bytes * _num_weights(arch) + kv_bytes)
 
 
 def _num_scores(arch: ArchConfig, sequences: Iterable[range]) -> int:
@@ -59,7 +63,7 @@ def _num_scores(arch: ArchConfig, sequences: Iterable[range]) -> int:
     return sum(min(position + 1, window or position + 1) for window in windows for each in ranges for position in each)
 
 
-def _weight_bytes(arch: ArchConfig) -> int:
-    """Return the bytes in all matrices that a step multiplies, with all experts."""
+def _num_weights(arch: ArchConfig) -> int:
+    """Return the number of elements in all matrices that a step multiplies, with all experts."""
     specs = [spec for spec in registry.param_specs(arch) if spec.is_matrix]
-    return _FLOAT_BYTES * sum(prod(spec.shape) for spec in specs if arch.tied_embeddings or spec.path != ("embed",))
+    return sum(prod(spec.shape) for spec in specs if arch.tied_embeddings or spec.path != ("embed",))

@@ -141,6 +141,8 @@ def test_the_limit_counts_shared_prefixes_once_and_weights_once_per_step() -> No
     kv = 4 * arch.num_layers * arch.attention.kv.token_size
     assert both.num_bytes - alone[0].num_bytes == kv * 6, "the second request decodes one token, in a step of the first"
     assert both.seconds(PeakRates(float(both.flops), both.num_bytes / 2)) == 3
+    in_16_bits = least_work(Workload("both", 0, requests), arch, float_bytes=2)
+    assert (in_16_bits.flops, 2 * in_16_bits.num_bytes) == (both.flops, both.num_bytes)
 
 
 def test_ids_are_compared_with_transformers_wherever_its_turn_is() -> None:
