@@ -91,6 +91,9 @@ def __getattr__(name: str) -> object:
         module = import_module(f"jaxserve.{_OTHER_MODULES.get(name, 'api.pooling_outputs')}")
     finally:
         if collects:
+            if not gc.get_freeze_count():
+                gc.freeze()  # together, these two declare all objects old, or the next collection would scan them
+                gc.unfreeze()
             gc.enable()
     globals()[name] = value = getattr(module, name)  # found without this function from now on
     return value

@@ -202,12 +202,16 @@ def _cpu_flags() -> str:
 def source_digest(*suffixes: str) -> str:
     """Return a digest of our files with these suffixes: "py", "so" (native kernels), "json" (tuned block sizes)."""
     files = {}  # an installed `jaxserve` contains the other two packages, a checkout has them alongside
+    endings = tuple(f".{suffix}" for suffix in suffixes)
     for package in ("jaxserve", "jaxserve.pallas_kernels", "jaxserve.weights"):
         (root,) = import_module(package).__path__
-        paths = (path for suffix in suffixes for path in Path(root).rglob(f"*.{suffix}"))
-        files.update({f"{package.replace('.', '/')}/{path.relative_to(root)}": path for path in paths})
+        for folder, _, names in os.walk(root):  # strings: hundreds of paths take a fortieth of a second longer
+            inside = folder.removeprefix(root).replace(os.sep, "/")
+            shown = f"{package.replace('.', '/')}{inside}"
+            files.update({f"{shown}/{name}": f"{folder}/{name}" for name in names if name.endswith(endings)})
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
         digest.update(name.encode())
-        digest.update(path.read_bytes())
+        with open(path, "rb", buffering=0) as file:
+            digest.update(file.read())
     return digest.hexdigest()
