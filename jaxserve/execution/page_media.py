@@ -211,8 +211,9 @@ class DiskPages:
         self._io.shutdown()
         self._archive.close()
 
-    def _submit(self, tasks: deque[Callable[[], None]], task: Callable[[], None]) -> None:
+    def _submit(self, tasks: deque[Any], task: Callable[[], None]) -> None:
         """Add a task for the thread."""
+        # Tasks are of any type, because a checker of their types would iterate while the thread takes some.
         tasks.append(task)
         self._io.submit(self._run_next)
 
