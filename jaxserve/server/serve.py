@@ -35,6 +35,7 @@ class _Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None  # kept from the garbage collector
         self._switch_interval_s = sys.getswitchinterval()
+        self._has_frozen = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, with settings of the interpreter that keep pauses of the loop short."""
@@ -42,8 +43,10 @@ class _Server(uvicorn.Server):
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         # Objects from the start live as long as the server. A full collection would visit all of them for up to 0.2 s,
         # and no stream gets a token meanwhile.
-        gc.collect()
-        gc.freeze()
+        if not gc.get_freeze_count():  # else the process has done it, and its objects could not be told from these
+            gc.collect()
+            gc.freeze()
+            self._has_frozen = True
         await super().startup(sockets)
         if self.started:
             self._on_start()
@@ -52,7 +55,8 @@ class _Server(uvicorn.Server):
         """Close all connections, and restore the interpreter's settings."""
         await super().shutdown(sockets)
         sys.setswitchinterval(self._switch_interval_s)
-        gc.unfreeze()
+        if self._has_frozen:
+            gc.unfreeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain at a first signal, and stop at a second; called anywhere in the main thread's code."""

@@ -1,6 +1,5 @@
 """A server on loopback over a tiny engine, started once for all tests."""
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -102,13 +101,6 @@ def check_drained(engine: Engine) -> None:
     assert not engine.host.driver.has_work()
     if engine.host.problem is None:
         engine.check_integrity()
-
-
-@pytest.fixture(autouse=True)
-def out_of_the_collectors_sight() -> Iterator[None]:
-    """Freeze again what a server that has ended has shown the collector, or the next start goes through all of it."""
-    yield
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

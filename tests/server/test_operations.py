@@ -40,12 +40,20 @@ def guarded(engine: Engine, tmp_path: Path) -> Iterator[Running]:
 @pytest.mark.long
 def test_what_starting_leaves_is_out_of_the_collectors_sight_while_it_serves(engine: Engine) -> None:
     before_s = sys.getswitchinterval()
+    num_frozen = gc.get_freeze_count()
     with running(engine):
-        assert gc.get_freeze_count() > 10_000
-        assert len(gc.get_objects()) < gc.get_freeze_count() / 10
-        assert sys.getswitchinterval() == pytest.approx(serve.SWITCH_INTERVAL_S)
-    assert not gc.get_freeze_count()
-    assert sys.getswitchinterval() == before_s
+        assert 0 < gc.get_freeze_count() <= num_frozen, "the process has frozen its objects itself"
+    assert gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        with running(engine):
+            assert gc.get_freeze_count() > 10_000
+            assert len(gc.get_objects()) < gc.get_freeze_count() / 10
+            assert sys.getswitchinterval() == pytest.approx(serve.SWITCH_INTERVAL_S)
+        assert not gc.get_freeze_count()
+        assert sys.getswitchinterval() == before_s
+    finally:
+        gc.freeze()
 
 
 def raw(url: str, request: bytes) -> bytes:
