@@ -140,7 +140,7 @@ class TierMachine(RuleBasedStateMachine):
         self.tiers.replay()
 
 
-TierMachine.TestCase.settings = settings(max_examples=examples(10), stateful_step_count=60, deadline=None)
+TierMachine.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=60, deadline=None)
 TestTierMachine = TierMachine.TestCase
 
 
