@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgpack
+import msgspec
 import pytest
 import zmq
 
@@ -29,6 +29,50 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PAGE_SIZE = SIZES["page_size"]
 
 
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+    """vLLM's structs, as vllm/distributed/kv_events.py declares them: an array with tagged maps."""
+
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbid_unknown_fields=True):
+    """An event; a field of another name is an error here."""
+
+
+class BlockStored(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    parent_block_hash: bytes | int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(KVCacheEvent):
+    block_hashes: list[bytes | int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(KVCacheEvent):
+    pass
+
+
+class KVEventBatch(EventBatch):
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+
+
+DECODER = msgspec.msgpack.Decoder(KVEventBatch)
+
+
 class Subscriber:
     """A router's view: the blocks that can be found, their parents and tokens."""
 
@@ -37,9 +81,9 @@ class Subscriber:
         self.events, self.replays = f"ipc://{directory}/events", f"ipc://{directory}/replays"
         self.socket = self.context.socket(zmq.SUB)
         self.socket.subscribe("kv")
-        self.blocks: dict[bytes, tuple[bytes | None, list[int]]] = {}
+        self.blocks: dict[bytes | int, tuple[bytes | int | None, list[int]]] = {}
         self.numbers: list[int] = []
-        self.seen: list[dict[str, Any]] = []
+        self.seen: list[KVCacheEvent] = []
 
     @property
     def config(self) -> dict[str, Any]:
@@ -63,26 +107,25 @@ class Subscriber:
             self.apply(payload)
 
     def apply(self, payload: bytes) -> None:
-        at_s, events, rank = msgpack.unpackb(payload)
-        assert abs(at_s - time.time()) < 60
-        assert rank == 0
-        for event in events:
+        batch = DECODER.decode(payload)
+        assert abs(batch.ts - time.time()) < 60
+        assert batch.data_parallel_rank == 0
+        for event in batch.events:
             self.seen.append(event)
-            hashes = event.get("block_hashes", [])
-            match event["type"]:
-                case "BlockStored":
-                    assert event["block_size"] == PAGE_SIZE
-                    assert len(event["token_ids"]) == PAGE_SIZE * len(hashes)
-                    parent = event["parent_block_hash"]
+            match event:
+                case BlockStored():
+                    assert event.block_size == PAGE_SIZE
+                    assert len(event.token_ids) == PAGE_SIZE * len(event.block_hashes)
+                    parent = event.parent_block_hash
                     assert parent is None or parent in self.blocks
-                    for index, block in enumerate(hashes):
-                        ids = event["token_ids"][index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
+                    for index, block in enumerate(event.block_hashes):
+                        ids = event.token_ids[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
                         self.blocks[block] = parent, ids
                         parent = block
-                case "BlockRemoved":
-                    for block in hashes:
+                case BlockRemoved():
+                    for block in event.block_hashes:
                         del self.blocks[block]
-                case "AllBlocksCleared":
+                case AllBlocksCleared():
                     self.blocks.clear()
 
     def num_cached(self, prompt: list[int]) -> int:
@@ -137,7 +180,7 @@ def test_a_subscriber_knows_what_is_cached(subscriber: Subscriber, open_engine: 
     for prompt in prompts:  # more than the pool holds
         generate(engine, [prompt], GREEDY)
     subscriber.read()
-    assert any(event["type"] == "BlockRemoved" for event in subscriber.seen)
+    assert any(isinstance(event, BlockRemoved) for event in subscriber.seen)
     store = engine.replicas[0].scheduler.shards[0].ledger.store
     assert subscriber.blocks.keys() == store._page_by_hash[0].keys()
     for prompt in prompts[:3]:
@@ -150,8 +193,8 @@ def test_a_subscriber_knows_what_is_cached(subscriber: Subscriber, open_engine: 
     engine.settle()
     generate(engine, [prompts[0]], GREEDY)
     subscriber.read()
-    kinds = [event["type"] for event in subscriber.seen]
-    assert set(kinds[kinds.index("AllBlocksCleared") + 1 :]) == {"BlockStored"}
+    kinds = [type(event) for event in subscriber.seen]
+    assert set(kinds[kinds.index(AllBlocksCleared) + 1 :]) == {BlockStored}
     assert subscriber.num_cached(prompts[0]) == 32
     assert subscriber.num_cached(prompts[1]) == 0
 
@@ -180,12 +223,15 @@ def test_salts_stay_secret_and_sessions_are_named(
     while engine.has_unfinished():
         engine.step()
     subscriber.read()
-    first, *later = [event for event in subscriber.seen if event["type"] == "BlockStored"]
-    assert {event["session_id"] for event in (first, *later)} == {"mine"}
-    (key,), *others = first["extra_keys"]
+    first, *later = [event for event in subscriber.seen if isinstance(event, BlockStored)]
+    assert {event.session_id for event in (first, *later)} == {"mine"}
+    assert first.extra_keys is not None
+    keys, *others = first.extra_keys
+    assert keys is not None
+    (key,) = keys
     assert len(key) == 32
     assert set(others) <= {None}
-    assert not any("extra_keys" in event for event in later)
+    assert not any(event.extra_keys for event in later)
     assert "secret" not in repr(subscriber.seen)
 
 
