@@ -34,7 +34,14 @@ from jaxserve.scheduling.schedule_config import (
     resolve_schedule,
 )
 from jaxserve.system import machine_memory
-from jaxserve.system.environment import DEFAULT_GPU_MEMORY_FRACTION, claiming_gpu_memory, gpu_memory_fraction
+from jaxserve.system.environment import (
+    DEFAULT_GPU_MEMORY_FRACTION,
+    DEFAULT_PINNED_GIB,
+    allowing_pinned_memory,
+    claiming_gpu_memory,
+    gpu_memory_fraction,
+    pinned_memory_gib,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +51,7 @@ DEFAULT_ENCODER_ROWS = 8192  # embeddings of images in the encoder cache
 CPU_POOL_FRACTION = 1 / 16
 # memory fraction that XLA claimed on each device when an engine started jax, by platform
 _claimed: dict[str, float] = {}
+_claimed_pinned: dict[str, int] = {}  # limit of pinned host memory in GiB, likewise
 
 
 @runtime_checkable
@@ -55,11 +63,35 @@ class Memory(Protocol):
 
 
 def claim_memory(config: EngineConfig) -> None:
-    """Start jax's backend, unless it runs, and have XLA claim `gpu_memory_utilization` of each GPU."""
+    """Start jax's backend, unless it runs, and have XLA claim `gpu_memory_utilization` of each GPU.
+
+    XLA also gets a limit of pinned host memory that leaves its default beside the pages of `kv_offloading_size`.
+    """
+    pages_gib = float(config.kv_offloading_size or 0) * config.data_parallel_size
     if not xla_bridge.backends_are_initialized():
-        with claiming_gpu_memory(config.gpu_memory_utilization) as fraction:
+        with (
+            claiming_gpu_memory(config.gpu_memory_utilization) as fraction,
+            allowing_pinned_memory(pages_gib),
+        ):
             jax.default_backend()
         _claimed["gpu"] = fraction
+        _claimed_pinned["gpu"] = pinned_memory_gib() or DEFAULT_PINNED_GIB + math.ceil(pages_gib)
+    if pages_gib and jax.default_backend() == "gpu":
+        _check_pinned(pages_gib)
+
+
+def _check_pinned(pages_gib: float) -> None:
+    """Warn if XLA's limit of pinned host memory has no capacity for pages of `pages_gib` GiB."""
+    limit_gib = _claimed_pinned.get("gpu") or pinned_memory_gib() or DEFAULT_PINNED_GIB
+    if pages_gib > limit_gib:
+        logger.warning(
+            "kv_offloading_size: pages may take %s GiB of pinned host memory, but XLA's limit was %s GiB when jax "
+            "started, and pages beyond it are not kept; start jaxserve before anything else uses jax, or set "
+            "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=%s",
+            pages_gib,
+            limit_gib,
+            DEFAULT_PINNED_GIB + math.ceil(pages_gib),
+        )
 
 
 def pool_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:

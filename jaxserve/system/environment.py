@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from jaxserve.errors import ConfigError
 RUN_KEY = "JAXSERVE_RUN_KEY"
 DEFAULT_GPU_MEMORY_FRACTION = 0.75  # default of XLA's client
 _MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_PINNED_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+DEFAULT_PINNED_GIB = 64  # default of XLA's allocator of pinned host memory
 
 
 def user_cache_dir() -> Path:
@@ -70,6 +73,32 @@ def claiming_gpu_memory(fraction: float) -> Iterator[float]:
         yield fraction
     finally:
         del os.environ[_MEMORY_FRACTIONS[0]]
+
+
+def pinned_memory_gib() -> int | None:
+    """Return the limit of pinned host memory on GPUs that the environment sets; None if it sets none."""
+    value = os.environ.get(_PINNED_GIB)
+    if not value:
+        return None
+    if not value.isdecimal():
+        raise ConfigError(f"{_PINNED_GIB} must be a number of GiB, got {value!r}; unset it for kv_offloading_size")
+    return int(value)
+
+
+@contextlib.contextmanager
+def allowing_pinned_memory(extra_gib: float) -> Iterator[None]:
+    """Raise XLA's limit of pinned host memory on GPUs by `extra_gib`, unless the environment sets it.
+
+    Enter this around the start of jax's backend, which reads the setting. Child processes do not inherit it.
+    """
+    if pinned_memory_gib() is not None or not extra_gib:
+        yield
+        return
+    os.environ[_PINNED_GIB] = str(DEFAULT_PINNED_GIB + math.ceil(extra_gib))
+    try:
+        yield
+    finally:
+        del os.environ[_PINNED_GIB]
 
 
 def libtpu_args() -> str | None:

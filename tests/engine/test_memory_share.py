@@ -9,18 +9,21 @@ from jax._src import xla_bridge
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.assembly import memory
+from jaxserve.errors import ConfigError
 from jaxserve.models import registry
-from jaxserve.system.environment import gpu_memory_fraction
+from jaxserve.system.environment import gpu_memory_fraction, pinned_memory_gib
 
 TOTAL = 80 * 2**30
 ENVIRONMENT = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+PINNED = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ENVIRONMENT:
+    for name in (*ENVIRONMENT, PINNED):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(memory, "_claimed", {})
+    monkeypatch.setattr(memory, "_claimed_pinned", {})
 
 
 def pool_bytes(monkeypatch: pytest.MonkeyPatch, share: float, client: float, *, platform: str = "gpu") -> float:
@@ -58,6 +61,41 @@ def test_the_users_xla_memory_fraction_stays(monkeypatch: pytest.MonkeyPatch, na
     assert seen == [0.5]
     assert gpu_memory_fraction() == 0.5
     assert pool_bytes(monkeypatch, 0.4, 0.5) == pytest.approx(0.4 * TOTAL)
+
+
+def test_pages_in_host_memory_raise_the_limit_of_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """XLA allows 64 GiB by default, which also hold its copies of other arrays."""
+    seen: list[int | None] = []
+
+    def start() -> str:
+        seen.append(pinned_memory_gib())
+        return "gpu"
+
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(jax, "default_backend", start)
+    memory.claim_memory(EngineConfig())
+    assert seen == [None]
+    memory.claim_memory(EngineConfig(kv_offloading_size=100.5, data_parallel_size=2))
+    assert seen[1:] == [64 + 201, None]
+    assert pinned_memory_gib() is None, "child processes would inherit it"
+    assert not caplog.text
+    monkeypatch.setenv(PINNED, "80")
+    memory.claim_memory(EngineConfig(kv_offloading_size=96))
+    assert "96.0 GiB of pinned host memory, but XLA's limit was 80 GiB" in caplog.text
+    caplog.clear()
+    memory.claim_memory(EngineConfig(kv_offloading_size=79))
+    assert not caplog.text
+    monkeypatch.setenv(PINNED, "")
+    monkeypatch.setattr(memory, "_claimed_pinned", {})
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)
+    memory.claim_memory(EngineConfig(kv_offloading_size=65))
+    assert "limit was 64 GiB" in caplog.text
+    assert "set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=129" in caplog.text
+    monkeypatch.setenv(PINNED, "many")
+    with pytest.raises(ConfigError, match="must be a number of GiB, got 'many'"):
+        memory.claim_memory(EngineConfig(kv_offloading_size=1))
 
 
 def test_a_backend_already_running_is_warned_of_with_figures(
