@@ -34,7 +34,8 @@ _TENSORS = {
     "table_b": re.compile(rf"{_MODULE}\.lora_embedding_B{_NAME}"),
     "bias": re.compile(rf"{_MODULE}\.lora_B{_NAME}\.bias"),
     "magnitude": re.compile(rf"{_MODULE}\.lora_magnitude_vector{_NAME}(?:\.weight)?"),
-    "base": re.compile(rf"{_MODULE}\.base_layer\.weight"),
+    "base": re.compile(rf"{_MODULE}(?:\.token_adapter)?\.base_layer\.weight"),
+    "tokens": re.compile(rf"{_MODULE}\.token_adapter\.trainable_tokens_delta{_NAME}"),
     "whole": re.compile(
         rf"(?P<module>(?:(?!\.lora_|\.token_adapter|_layer\b).)+?)(?:\.modules_to_save{_NAME})?\.weight"
     ),
@@ -46,8 +47,6 @@ _MAX_RANK = 4096
 # Configuration values under which a module's output is W x + scale * B A x, by key; absent keys are neutral.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
-    "ensure_weight_tying": (False, None),
-    "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
     "use_qalora": (False, None),
     "use_bdlora": (False, None),
@@ -94,6 +93,18 @@ class AdapterModule(NamedTuple):
         return [x for x in (self.a, self.b, self.bias, self.magnitude) if x is not None]
 
 
+class TrainedTokens(NamedTuple):
+    """Rows that replace a module's for some tokens; those of an embedding also apply to a tied output projection.
+
+    Attributes:
+        ids: token ids, each once.
+        rows: their rows [N, in].
+    """
+
+    ids: tuple[int, ...]
+    rows: NDArray[Any]
+
+
 @dataclass(frozen=True)
 class AdapterFile:
     """A LoRA adapter.
@@ -101,6 +112,7 @@ class AdapterFile:
     Attributes:
         modules: factors by module name, such as "model.layers.0.self_attn.q_proj".
         whole: matrices that replace modules, by name.
+        tokens: rows that replace some of a module's, by name.
         base: shapes of the base model's matrices that the file repeats, by module name; PEFT saves embeddings.
         digest: hash over everything that determines its outputs.
         invocation: token ids from whose last occurrence in a prompt on it applies (aLoRA); empty if it always does.
@@ -108,6 +120,7 @@ class AdapterFile:
 
     modules: dict[str, AdapterModule]
     whole: dict[str, NDArray[Any]]
+    tokens: dict[str, TrainedTokens]
     base: dict[str, tuple[int, ...]]
     digest: str
     invocation: tuple[int, ...]
@@ -117,7 +130,7 @@ class AdapterFile:
         """True if the adapter has no effect: all second factors and biases are zero."""
         terms = [x for each in self.modules.values() for x in (each.b, each.bias) if x is not None]
         scaled = any(each.magnitude is not None for each in self.modules.values())
-        return not (self.whole or scaled or any(map(np.any, terms)))
+        return not (self.whole or self.tokens or scaled or any(map(np.any, terms)))
 
 
 def read_adapter(directory: str | os.PathLike[str]) -> AdapterFile:
@@ -168,21 +181,23 @@ def make_adapter(config: Mapping[str, Any], tensors: Mapping[str, Any], where: s
         own[kind] = array
     if unknown:
         raise CheckpointError(
-            f"{where}: each tensor must be a module's lora_A, lora_B, lora_embedding_A, lora_embedding_B or "
-            f"lora_magnitude_vector, or its whole weight, got {listed(unknown)}; other tensors are not supported"
+            f"{where}: each tensor must be a module's lora_A, lora_B, lora_embedding_A, lora_embedding_B, "
+            f"lora_magnitude_vector or trainable_tokens_delta, or its whole weight, got {listed(unknown)}; other "
+            "tensors are not supported"
         )
     if not tensors_by_module:
         raise CheckpointError(f"{where} must have tensors, got none")
     scales = _Scales(config, where)
     base = {name: own.pop("base").shape for name, own in tensors_by_module.items() if "base" in own}
     whole = {name: own.pop("whole") for name, own in tensors_by_module.items() if "whole" in own}
+    rows = {name: own.pop("tokens") for name, own in tensors_by_module.items() if "tokens" in own}
     for name in [name for name in tensors_by_module if _STACKED.fullmatch(name)]:
         own, parameter = tensors_by_module.pop(name), _parameter(name, config)
         tensors_by_module[parameter] = _by_expert(own, scales.rank(parameter))
     modules = {name: _module(name, own, scales, where) for name, own in tensors_by_module.items() if own}
     _check_features(config, modules, whole, where)
-    invocation = _invocation(config, where)
-    return AdapterFile(modules, whole, base, _digest(modules, whole, invocation), invocation)
+    tokens, invocation = _trained_tokens(config, rows, where), _invocation(config, where)
+    return AdapterFile(modules, whole, tokens, base, _digest(modules, whole, tokens, invocation), invocation)
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> None:
@@ -207,11 +222,10 @@ def _check_features(
     config: Mapping[str, Any], modules: Mapping[str, AdapterModule], whole: Mapping[str, Any], where: str
 ) -> None:
     """Raise CheckpointError if the configuration has features without their tensors, or the other way round."""
-    factors = [(name, each) for name, each in modules.items() if not each.is_table]
     for key, tensor in (("use_dora", "magnitude"), ("lora_bias", "bias")):
         wanted = bool(config.get(key))
-        for name, each in factors:
-            if (getattr(each, tensor) is not None) != wanted:
+        for name, each in modules.items():
+            if (getattr(each, tensor) is not None) != wanted and not (each.is_table and tensor == "bias"):
                 stored = {"magnitude": "lora_magnitude_vector", "bias": "a bias in lora_B"}[tensor]
                 raise CheckpointError(
                     f"{where}: modules must have {stored} exactly if {CONFIG} has {key}, got {key} {wanted} and "
@@ -352,6 +366,33 @@ def _by_expert(own: Mapping[str, NDArray[Any]], rank: int | None) -> dict[str, N
     return found
 
 
+def _trained_tokens(
+    config: Mapping[str, Any], rows: Mapping[str, NDArray[Any]], where: str
+) -> dict[str, TrainedTokens]:
+    """Return trained tokens by module; CheckpointError unless each list of ids has its rows, and the other way round.
+
+    A list without a module's name is for the input embedding. PEFT saves equal lists for tied modules once.
+    """
+    key = "trainable_token_indices"
+    given = config.get(key) or {}
+    lists: dict[str, Any] = given if isinstance(given, dict) else dict.fromkeys(rows, given)
+    for ids in [given] if isinstance(given, list) else lists.values():
+        if not isinstance(ids, list) or {*map(type, ids)} != {int} or min(ids) < 0 or len({*ids}) != len(ids):
+            raise CheckpointError(f"{where}: {key} must have lists of different token ids, got {given!r}")
+    found: dict[str, TrainedTokens] = {}
+    for name, own in rows.items():
+        ids = next((ids for module, ids in lists.items() if name == module or name.endswith(f".{module}")), [])
+        if len(ids) != len(own):
+            raise CheckpointError(f"{where}: {key} must have {len(own)} ids for {name}, got {len(ids)}")
+        found[name] = TrainedTokens(tuple(ids), own)
+    saved = [each.ids for each in found.values()]
+    if missing := [module for module, ids in lists.items() if tuple(ids) not in saved]:
+        raise CheckpointError(f"{where}: {key} must have their rows in {TENSORS}, got none for {listed(missing)}")
+    if given and not found:
+        raise CheckpointError(f"{where}: {key} must have their rows in {TENSORS}, got none for {given}")
+    return found
+
+
 def _invocation(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
     """Return an aLoRA's invocation tokens; CheckpointError unless they are token ids."""
     given = config.get("alora_invocation_tokens") or []
@@ -361,13 +402,17 @@ def _invocation(config: Mapping[str, Any], where: str) -> tuple[int, ...]:
 
 
 def _digest(
-    modules: Mapping[str, AdapterModule], whole: Mapping[str, NDArray[Any]], invocation: tuple[int, ...]
+    modules: Mapping[str, AdapterModule],
+    whole: Mapping[str, NDArray[Any]],
+    tokens: Mapping[str, TrainedTokens],
+    invocation: tuple[int, ...],
 ) -> str:
-    """Return a hash over all names, scales, arrays and invocation tokens."""
+    """Return a hash over all names, scales, arrays, trained tokens and invocation tokens."""
     state = hashlib.blake2b(json.dumps(invocation).encode(), digest_size=16, person=b"lora")
     parts: list[tuple[str, float | None, list[NDArray[Any]]]]
     parts = [(name, each.scale, each.arrays) for name, each in modules.items()]
     parts += [(name, None, [array]) for name, array in whole.items()]
+    parts += [(name, None, [np.array(each.ids), each.rows]) for name, each in tokens.items()]
     for name, scale, arrays in sorted(parts, key=lambda part: (part[0], part[1] is None)):
         state.update(json.dumps([name, scale, [(x.dtype.name, x.shape) for x in arrays]]).encode())
         for array in arrays:

@@ -189,7 +189,8 @@ class EngineConfig:
         lora_extras: features of adapters, beyond factors of the layers' matrices, that have memory in each slot:
             "embeddings" for factors of embedding and output projection, "modules_to_save" for whole matrices in their
             place, "lora_bias" for biases, "use_dora" for magnitudes of rows (DoRA),
-            "experts" for factors of routed experts, "latents" for factors of MLA's `kv_b_proj`.
+            "experts" for factors of routed experts, "latents" for factors of MLA's `kv_b_proj`, "trainable_tokens" for
+            the rows of up to 256 tokens in embedding and output projection.
         max_cpu_loras: maximum adapters in host memory, at least `max_loras`, including idle ones. Beyond that, the
             least recently used idle adapters are dropped, and read from their directories again. None keeps all.
         encoder_cache_size: maximum embeddings of images in device memory; the least recently used ones are replaced.

@@ -10,8 +10,8 @@ from jaxserve.errors import RequestError
 
 # Features of adapters whose memory and time are only paid for with the engine option `lora_extras`.
 EMBEDDINGS, MODULES_TO_SAVE, EXPERTS, LATENTS = "embeddings", "modules_to_save", "experts", "latents"
-LORA_BIAS, USE_DORA = "lora_bias", "use_dora"
-LORA_EXTRAS = (EMBEDDINGS, MODULES_TO_SAVE, LORA_BIAS, USE_DORA, EXPERTS, LATENTS)
+LORA_BIAS, USE_DORA, TRAINABLE_TOKENS = "lora_bias", "use_dora", "trainable_tokens"
+LORA_EXTRAS = (EMBEDDINGS, MODULES_TO_SAVE, LORA_BIAS, USE_DORA, EXPERTS, LATENTS, TRAINABLE_TOKENS)
 
 
 @no_type_check  # callers pass wrong types, which __post_init__ must reject with a RequestError

@@ -86,6 +86,10 @@ class Factors(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no terms by head")
 
     @abstractmethod
+    def unpacked_table(self) -> tuple[Float[Array, "V rank"], Float[Array, "D rank"]]:
+        """Return both factors of an embedding in float32, with one adapter."""
+
+    @abstractmethod
     def unpacked(self) -> list[tuple[Float[Array, "rank in"], Float[Array, "out rank"]]]:
         """Return both factors of each part in float32, for a matrix with one adapter."""
 
@@ -130,6 +134,11 @@ class FloatFactors(Factors):
         """Return both factors of each part; see `Factors.unpacked`."""
         firsts = jnp.split(self.a.astype(jnp.float32), len(self.b))
         return [(a, b.T.astype(jnp.float32)) for a, b in zip(firsts, self.b, strict=True)]
+
+    def unpacked_table(self) -> tuple[Float[Array, "V rank"], Float[Array, "D rank"]]:
+        """Return both factors of an embedding; see `Factors.unpacked_table`."""
+        [b] = self.b
+        return self.a[:, : len(b)].astype(jnp.float32), b.T.astype(jnp.float32)
 
     def by_head(self, adapters: TokenAdapters, num_heads: int) -> HeadTerms:
         """Return the tokens' terms for matrices with rows by head; see `Factors.by_head`."""
@@ -183,13 +192,20 @@ class NativeFactors(Factors):
 
     def unpacked(self) -> list[tuple[Float[Array, "rank in"], Float[Array, "out rank"]]]:
         """Return both factors of each part; see `Factors.unpacked`."""
-        [b], num_ranks = self.b, len(self.a) * PANEL_ROWS
-        firsts, seconds = (
-            packed_linear.unpack(packed_matrix(panels, num_rows, panels.shape[1]).packed).weight.astype(jnp.float32)
-            for panels, num_rows in ((self.a, num_ranks), (b, sum(self.part_sizes)))
-        )
-        ends = np.cumsum(self.part_sizes)[:-1]
+        [b], ends = self.b, np.cumsum(self.part_sizes)[:-1]
+        firsts, seconds = _dense(self.a, len(self.a) * PANEL_ROWS), _dense(b, sum(self.part_sizes))
         return list(zip(jnp.split(firsts, len(self.part_sizes)), jnp.split(seconds, ends), strict=True))
+
+    def unpacked_table(self) -> tuple[Float[Array, "V rank"], Float[Array, "D rank"]]:
+        """Return both factors of an embedding; see `Factors.unpacked_table`."""
+        [b], [size] = self.b, self.part_sizes
+        return self.a[:, : b.shape[1]].astype(jnp.float32), _dense(b, size)
+
+
+def _dense(panels: Shaped[Array, "..."], num_rows: int) -> Float[Array, "out in"]:
+    """Return a packed matrix's rows in float32."""
+    packed = packed_matrix(panels, num_rows, panels.shape[1]).packed
+    return packed_linear.unpack(packed).weight.astype(jnp.float32)
 
 
 def multiply_own(
@@ -267,99 +283,10 @@ class AdaptedMatrix(WrappedMatrix):
 
     def _term(self, context: LinearContext) -> AdapterTerm:
         """Return the tokens' terms."""
-        return AdapterTerm(self.factors, _adapters(context))
+        return AdapterTerm(self.factors, context_adapters(context))
 
 
-@no_type_check
-@dataclass(frozen=True)
-class WholeMatrices(ABC):
-    """S adapters' matrices in place of the model's.
-
-    Attributes:
-        stack: matrices, by adapter; arbitrary for adapters without one.
-        is_given: mask of adapters that have one.
-    """
-
-    stack: Shaped[Array, "..."]
-    is_given: Bool[Array, " S"]
-
-    @abstractmethod
-    def multiply(self, x: Float[Array, "T in"], adapters: TokenAdapters) -> Float[Array, "T out"]:
-        """Multiply adapted tokens by their adapters' matrices, in float32; arbitrary outputs for the others."""
-
-    def rows(self, ids: Int[Array, " T"], adapters: TokenAdapters) -> Float[Array, "T in"]:
-        """Return the rows `ids` of the tokens' adapters' matrices, which must be in a float array."""
-        first = adapters.index * (len(self.stack) // adapters.num_slots)
-        return StoredRows(self.stack).take(first + ids)
-
-    def is_replaced(self, adapters: TokenAdapters) -> Bool[Array, " T"]:
-        """Return the mask of tokens whose adapters have a matrix."""
-        return adapters.is_adapted & self.is_given.at[adapters.index].get(mode="clip")
-
-
-@no_type_check
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class FloatMatrices(WholeMatrices):
-    """Matrices in a float array [S * out, in]."""
-
-    def multiply(self, x: Float[Array, "T in"], adapters: TokenAdapters) -> Float[Array, "T out"]:
-        """Compute one grouped matmul; see `WholeMatrices.multiply`."""
-        groups = sorted_by_adapter(adapters)
-        rows = x[groups.order].astype(self.stack.dtype)
-        return as_matrix(self.stack).multiply_groups(rows, groups.sizes, LinearContext())[groups.position]
-
-
-@no_type_check
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class NativeMatrices(WholeMatrices):
-    """Matrices packed for the native CPU kernels, in 16-row panels.
-
-    Attributes:
-        num_outputs: outputs of each matrix.
-    """
-
-    num_outputs: int = field(metadata={"static": True})
-
-    def multiply(self, x: Float[Array, "T in"], adapters: TokenAdapters) -> Float[Array, "T out"]:
-        """Compute one grouped matmul; see `WholeMatrices.multiply`."""
-        return multiply_own(x, self.stack, self.num_outputs, adapters)
-
-
-@no_type_check
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class ReplacedMatrix(WrappedMatrix):
-    """A matrix outside the layers in whose place some adapters have their own.
-
-    Attributes:
-        own: the adapters' matrices.
-    """
-
-    own: WholeMatrices
-
-    def linear(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T outputs"]:
-        """Compute the linear layer."""
-        assert context.norm is None, "the head's inputs are normed"
-        adapters, y = _adapters(context), as_matrix(self.matrix).linear(x, context)
-        is_replaced = self.own.is_replaced(adapters)
-
-        def replaced() -> Float[Array, "T outputs"]:
-            own = context.finish(context.reduce(self.own.multiply(x, adapters).astype(context.dtype)))
-            return jnp.where(is_replaced[:, None], own, y)
-
-        return _on_condition(jnp.any(is_replaced), replaced, lambda: y)
-
-    def look_up(self, ids: Int[Array, " T"], adapters: TokenAdapters | None) -> Float[Array, "T in"]:
-        """Return rows of the embedding."""
-        assert adapters is not None, "tokens have adapters if the embedding has"
-        rows = super().look_up(ids, adapters)
-        own = self.own.rows(ids, adapters).astype(rows.dtype)
-        return jnp.where(self.own.is_replaced(adapters)[:, None], own, rows)
-
-
-def _adapters(context: LinearContext) -> TokenAdapters:
+def context_adapters(context: LinearContext) -> TokenAdapters:
     """Return the adapters for a linear layer's tokens."""
     assert context.adapters is not None, "tokens have adapters if matrices do"
     return context.adapters
@@ -368,11 +295,11 @@ def _adapters(context: LinearContext) -> TokenAdapters:
 def if_adapted(
     adapters: TokenAdapters, adapted: Callable[[], Array], plain: Callable[[], Array]
 ) -> Float[Array, "T out"]:
-    """Call and return `adapted` if any token has an adapter, otherwise `plain`; see `_on_condition`."""
-    return _on_condition(adapters.has_adapted, adapted, plain)
+    """Call and return `adapted` if any token has an adapter, otherwise `plain`; see `on_condition`."""
+    return on_condition(adapters.has_adapted, adapted, plain)
 
 
-def _on_condition(
+def on_condition(
     condition: Bool[Array, ""], adapted: Callable[[], Array], plain: Callable[[], Array]
 ) -> Float[Array, "T out"]:
     """Call and return `adapted` if the condition holds, otherwise `plain`.

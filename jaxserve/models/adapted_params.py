@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from jaxserve.layers.adapted_experts import ExpertFactors
-from jaxserve.layers.adapters import Factors, ReplacedMatrix, write_slot
+from jaxserve.layers.adapted_tables import ReplacedMatrix, RetokenizedMatrix
+from jaxserve.layers.adapters import Factors, write_slot
 from jaxserve.layers.sharding import MeshAxes, split_axes
 from jaxserve.models.adapted_specs import EMBED, HEAD
 from jaxserve.models.adapter_layout import AdapterLayout
@@ -35,9 +36,10 @@ def with_adapters(params: Params, adapters: Params | None) -> Params:
     def wrap(p: Params, own: Mapping[str, MatrixFactors]) -> Params:
         return {**p, **{name: factors.adapted(p[name]) for name, factors in own.items()}}
 
-    wrapped, whole = _tables(params), adapters.get("whole", {})
-    tables = {name for name in wrapped if name in adapters or name in whole}
+    wrapped, whole, tokens = _tables(params), adapters.get("whole", {}), adapters.get("tokens", {})
+    tables = {name for name in wrapped if name in adapters or name in whole or name in tokens}
     wrapped |= {name: ReplacedMatrix(wrapped[name], own) for name, own in whole.items()}
+    wrapped |= {name: RetokenizedMatrix(wrapped[name], own) for name, own in tokens.items()}
     wrapped |= {name: adapters[name].adapted(wrapped[name]) for name in tables if name in adapters}
     layers = _map_layers(wrap, wrap, params["layers"], adapters["layers"])
     return {**params, **{name: wrapped[name] for name in tables}, "layers": layers}
@@ -86,7 +88,7 @@ def _with_scales(new: Params, params: Params, axes: Mapping[str, MeshAxes | None
 
     def scale(p: Params, own: Mapping[str, MatrixFactors]) -> Params:
         return {
-            name: scaled(factors, p[name], axes.get(name))
+            name: scaled(factors, p[name], axes.get(name), is_table=name in EMBED)
             if isinstance(factors, Factors) and factors.scale is not None
             else factors
             for name, factors in own.items()
@@ -97,8 +99,8 @@ def _with_scales(new: Params, params: Params, axes: Mapping[str, MeshAxes | None
         return cast("Params", lax.map(lambda both: scale(*both), (stacked, own)))
 
     layers = _map_layers(scale, scale_stacked, params["layers"], new["layers"])
-    [head] = HEAD
-    return new | {"layers": layers} | scale(_tables(params), {head: new[head]} if head in new else {})
+    tables = scale(_tables(params), {name: new[name] for name in (*EMBED, *HEAD) if name in new})
+    return new | {"layers": layers} | tables
 
 
 def _tables(params: Params) -> Params:

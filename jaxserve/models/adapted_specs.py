@@ -97,8 +97,8 @@ class AdaptedSpec:
 
     @property
     def has_vectors(self) -> bool:
-        """True if adapters may have biases, or norms of rows, beside the factors."""
-        return not self.is_table and self.spec.experts is None and not self.expands_latents
+        """True if adapters may have norms of rows beside the factors, or biases, which embeddings have not."""
+        return self.spec.experts is None and not self.expands_latents
 
     @property
     def expands_latents(self) -> bool:

@@ -8,11 +8,13 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from jaxserve.api.lora_request import LORA_BIAS, MODULES_TO_SAVE, USE_DORA
+from jaxserve.api.lora_request import LORA_BIAS, MODULES_TO_SAVE, TRAINABLE_TOKENS, USE_DORA
 from jaxserve.errors import ConfigError
-from jaxserve.models.adapted_specs import AdaptedSpec, embeddings, separate_experts, unknown_module
+from jaxserve.models.adapted_specs import EMBED, HEAD, AdaptedSpec, embeddings, separate_experts, unknown_module
 from jaxserve.models.arch import ArchConfig
-from jaxserve.weights.adapter_files import AdapterFile, AdapterModule, module_names
+from jaxserve.weights.adapter_files import AdapterFile, AdapterModule, TrainedTokens, module_names
+
+MAX_TRAINED_TOKENS = 256  # per adapter and matrix; in bfloat16 these rows take 2 MiB if they have 4,096 elements
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,6 @@ class AdapterCheck:
             if module.bias is not None:
                 self._require(LORA_BIAS, f"biases, as of {name},")
             if module.magnitude is not None:
-                if module.is_table:
-                    raise ConfigError(f"adapters of embeddings must not have magnitudes (DoRA), got some for {name}")
                 self._require(USE_DORA, f"magnitudes (DoRA), as of {name},")
             found[own] = module
         return found
@@ -101,6 +101,40 @@ class AdapterCheck:
             if name in adapter.whole:
                 self._require(MODULES_TO_SAVE, f"whole matrices, as {name},")
                 found[own.path] = adapter.whole[name]
+        return found
+
+    def tokens(self, adapter: AdapterFile) -> dict[tuple[str | int, ...], TrainedTokens]:
+        """Return the rows that replace the model's, by the matrix's path.
+
+        Raises:
+            ConfigError: a matrix is none of embedding and head, or ids or sizes do not fit.
+        """
+        tables = embeddings(self.arch)
+        specs = {spec.hf_names[0].removesuffix(".weight"): spec for spec in tables}
+        found: dict[tuple[str | int, ...], TrainedTokens] = {}
+        for name, tokens in adapter.tokens.items():
+            own = next((specs[each] for each in module_names(name) if each in specs), None)
+            if own is None:
+                raise ConfigError(f"trained tokens must be in {list(specs)}, got rows for {name}")
+            self._require(TRAINABLE_TOKENS, f"trained tokens, as in {name},")
+            (num_rows, size), got = own.shape, tokens.rows.shape[1]
+            if size != got or max(tokens.ids) >= num_rows:
+                raise ConfigError(
+                    f"trained tokens in {name} must have ids below {num_rows} and rows with {size} elements, got id "
+                    f"{max(tokens.ids)} and {got} elements; the adapter was trained on another model"
+                )
+            if len(tokens.ids) > MAX_TRAINED_TOKENS:
+                raise ConfigError(
+                    f"an adapter must train at most {MAX_TRAINED_TOKENS} tokens in {name}, got {len(tokens.ids)}; "
+                    "train the whole matrix with modules_to_save"
+                )
+            found[own.path] = tokens
+        if self.arch.tied_embeddings and EMBED in found:
+            found.setdefault(HEAD, found[EMBED])
+        for name, module in adapter.modules.items():
+            own = next((specs[each] for each in module_names(name) if each in specs), None)
+            if own is not None and own.path in found and module.magnitude is not None:
+                raise ConfigError(f"adapters must not have magnitudes (DoRA) and trained tokens in {name}; train one")
         return found
 
     def _require(self, extra: str, feature: str) -> None:

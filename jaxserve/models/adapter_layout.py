@@ -16,18 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from jaxserve.api.lora_request import LORA_BIAS, MODULES_TO_SAVE, USE_DORA
+from jaxserve.api.lora_request import LORA_BIAS, MODULES_TO_SAVE, TRAINABLE_TOKENS, USE_DORA
 from jaxserve.errors import ConfigError
 from jaxserve.layers.adapted_experts import ExpertFactors, FloatExpertFactors, NativeExpertFactors
-from jaxserve.layers.adapters import (
-    RANK_GRAIN,
-    Factors,
-    FloatFactors,
-    FloatMatrices,
-    NativeFactors,
-    NativeMatrices,
-    WholeMatrices,
-)
+from jaxserve.layers.adapted_tables import FloatMatrices, NativeMatrices, TokenRows, WholeMatrices
+from jaxserve.layers.adapters import RANK_GRAIN, Factors, FloatFactors, NativeFactors
 from jaxserve.layers.sharding import named_sharding, num_parts, split_axes, tensor_size, whole_shape
 from jaxserve.models.adapted_specs import (
     HEAD,
@@ -36,7 +29,7 @@ from jaxserve.models.adapted_specs import (
     adapted_specs,
     embeddings,
 )
-from jaxserve.models.adapter_checks import AdapterCheck
+from jaxserve.models.adapter_checks import MAX_TRAINED_TOKENS, AdapterCheck
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, device_slices, stack_layers
 from jaxserve.pallas_kernels import packed_linear
@@ -134,7 +127,11 @@ class AdapterLayout:
                 return self._whole(panels, given, V)
             return self._whole(shape((slots * V, D), axes), given, None)
 
-        return self._tree(arch, mesh, factors, whole)
+        def tokens(spec: ParamSpec, local: ParamSpec) -> TokenRows:
+            rows = shape((slots * MAX_TRAINED_TOKENS, local.shape[1]), (None, None))
+            return self._tokens(rows, shape((slots, MAX_TRAINED_TOKENS), (None, spec.axes[0]), jnp.int32))
+
+        return self._tree(arch, mesh, factors, whole, tokens)
 
     def new(self, arch: ArchConfig, mesh: Mesh | None = None) -> Params:
         """Return empty stacks on a device: zeros of its shard's shapes. For jax.jit, in a shard_map with a mesh."""
@@ -163,7 +160,7 @@ class AdapterLayout:
             ConfigError: a module is not in the model, or has other sizes; see `AdapterCheck`.
         """
         check = AdapterCheck(arch, self.specs(arch, arch), self.max_rank, self.extras)
-        found, matrices = check.modules(adapter), check.matrices(adapter)
+        found, matrices, trained = check.modules(adapter), check.matrices(adapter), check.tokens(adapter)
 
         def factors(each: AdaptedSpec) -> Factors | ExpertFactors:
             modules = [found.get(part.module) for part in each.parts]
@@ -188,7 +185,17 @@ class AdapterLayout:
                 return self._whole(np.concatenate(shards), given, local.shape[0])
             return self._whole(padded, given, None)
 
-        return self._tree(arch, mesh, factors, whole, stack=lambda *arrays: np.stack(arrays))
+        def tokens(spec: ParamSpec, local: ParamSpec) -> TokenRows:
+            rows = np.zeros((MAX_TRAINED_TOKENS, spec.shape[1]), jnp.dtype(self.dtype))
+            count = 1 if mesh is None else num_parts(mesh, split_axes(spec.axes))
+            ids = np.full((count, MAX_TRAINED_TOKENS), -1, np.int32)
+            if (own := trained.get(spec.path)) is not None:
+                rows[: len(own.ids)] = self._stored_floats(own.rows, 1.0, spec.hf_names[0])
+                device, index = np.divmod(own.ids, local.shape[0])
+                ids[device, np.arange(len(own.ids))] = index
+            return self._tokens(rows, ids.reshape(1, -1))
+
+        return self._tree(arch, mesh, factors, whole, tokens, stack=lambda *arrays: np.stack(arrays))
 
     def specs(self, arch: ArchConfig, local: ArchConfig) -> list[AdaptedSpec]:
         """Return the matrices with factors; see `adapted_specs`."""
@@ -200,6 +207,7 @@ class AdapterLayout:
         mesh: Mesh | None,
         factors: Callable[[AdaptedSpec], Factors | ExpertFactors],
         whole: Callable[[ParamSpec, ParamSpec], WholeMatrices],
+        tokens: Callable[[ParamSpec, ParamSpec], TokenRows],
         stack: Any = None,
     ) -> Params:
         """Return a tree with the results of `factors` for each matrix, at its path in parameters.
@@ -209,6 +217,7 @@ class AdapterLayout:
             mesh: devices over which the model is split; None for one device.
             factors: function of a matrix with factors.
             whole: function of a matrix that adapters may replace, whole and local; its results are in "whole".
+            tokens: function of a matrix whose rows they may replace, likewise; its results are in "tokens".
             stack: function that stacks layers' arrays for a scan.
         """
         local = arch.local(tensor_size(mesh))
@@ -220,16 +229,18 @@ class AdapterLayout:
                 layers[int(path[1])][str(path[2])] = result
             else:
                 tree[str(path[0])] = result
+        tables = list(zip(embeddings(arch), embeddings(local), strict=True))
         if MODULES_TO_SAVE in self.extras:
-            both = zip(embeddings(arch), embeddings(local), strict=True)
-            tree["whole"] = {str(spec.path[0]): whole(spec, own) for spec, own in both}
+            tree["whole"] = {str(spec.path[0]): whole(spec, own) for spec, own in tables}
+        if TRAINABLE_TOKENS in self.extras:
+            tree["tokens"] = {str(spec.path[0]): tokens(spec, own) for spec, own in tables}
         if not self.is_scanned:
             return tree
         return stack_layers(tree, arch.period, stack or _stack_shapes, num_first=arch.num_first_layers)
 
     def _has(self, extra: str, each: AdaptedSpec) -> bool:
         """Return whether a matrix's outputs may have the vectors of an extra."""
-        return extra in self.extras and each.has_vectors
+        return extra in self.extras and each.has_vectors and not (each.is_table and extra == LORA_BIAS)
 
     def _is_packed(self, each: AdaptedSpec) -> bool:
         """Return whether factors are packed for the native CPU kernels."""
@@ -244,6 +255,11 @@ class AdapterLayout:
     def _whole(stack: Any, given: Any, num_packed: int | None) -> WholeMatrices:
         """Return whole matrices; `num_packed` is the row count if they are packed, None otherwise."""
         return FloatMatrices(stack, given) if num_packed is None else NativeMatrices(stack, given, num_packed)
+
+    @staticmethod
+    def _tokens(rows: Any, ids: Any) -> TokenRows:
+        """Return trained tokens."""
+        return TokenRows(rows, ids)
 
     def _experts(self, each: AdaptedSpec, a: Any, b: Sequence[Any]) -> ExpertFactors:
         """Return routed experts' factors."""

@@ -19,19 +19,20 @@ from jaxserve.layers.linear import MeshAxes, Weight, as_matrix
 _BLOCK_ROWS = 256
 
 
-def scaled(factors: Factors, weight: Weight, axis: MeshAxes | None) -> Factors:
+def scaled(factors: Factors, weight: Weight, axis: MeshAxes | None, *, is_table: bool) -> Factors:
     """Return one adapter's new factors with factors on outputs in place of magnitudes.
 
     Args:
         factors: the factors, whose `scale` has the magnitudes, NaN for rows without one.
         weight: the model's matrix.
-        axis: mesh axes along which each device has some columns of the matrix; None if it has all.
+        axis: mesh axes along which each device has some of the summed elements; None if it has all.
+        is_table: True for an embedding, which is stored transposed, with a row per token.
     """
     assert factors.scale is not None, "the stacks have magnitudes"
     magnitudes = factors.scale[0]
 
     def computed() -> Float[Array, " out"]:
-        squares = _row_squares(factors, weight)
+        squares = (_column_squares if is_table else _row_squares)(factors, weight)
         norms = jnp.sqrt(squares if axis is None else lax.psum(squares, axis))
         return jnp.where(jnp.isnan(magnitudes) | (norms == 0), 1, magnitudes / norms)
 
@@ -42,7 +43,7 @@ def scaled(factors: Factors, weight: Weight, axis: MeshAxes | None) -> Factors:
 
 
 def _row_squares(factors: Factors, weight: Weight) -> Float[Array, " out"]:
-    """Return the sum of squares for each row of the adapted matrix."""
+    """Return sums of squares for the adapted matrix [out, in], by row."""
     matrix, found, first = as_matrix(weight), [], 0
     for a, b in factors.unpacked():
         num_rows = len(b)
@@ -58,3 +59,19 @@ def _row_squares(factors: Factors, weight: Weight) -> Float[Array, " out"]:
         found.append(lax.fori_loop(0, -(-num_rows // size), add, jnp.zeros(num_rows, jnp.float32)))
         first += num_rows
     return jnp.concatenate(found)
+
+
+def _column_squares(factors: Factors, weight: Weight) -> Float[Array, " D"]:
+    """Return sums of squares for an adapted embedding [V, D], by column: DoRA has a magnitude for each."""
+    matrix, (a, b) = as_matrix(weight), factors.unpacked_table()
+    num_tokens = matrix.shape[0]
+    size = min(_BLOCK_ROWS, num_tokens)
+
+    def add(index: Array, squares: Array) -> Array:
+        start = jnp.minimum(index * size, num_tokens - size)
+        own = lax.dynamic_slice_in_dim(a, start, size)
+        rows = matrix.block(start, size).astype(jnp.float32) + jnp.dot(own, b.T, precision=lax.Precision.HIGHEST)
+        is_new = start + jnp.arange(size) >= index * size  # the last block begins in the one before
+        return squares + jnp.sum(jnp.where(is_new[:, None], rows * rows, 0), axis=0)
+
+    return lax.fori_loop(0, -(-num_tokens // size), add, jnp.zeros(len(b), jnp.float32))

@@ -40,7 +40,12 @@ PARAMETERS = ("gate_up", "down")  # experts' parameters, in the order in which P
 VARIANTS = {
     "embeddings": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
     "modules_to_save": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
-    "use_dora": {"target_modules": [*ATTENTION, *MLP, "lm_head"], "use_dora": True},
+    "use_dora": {"target_modules": [*ATTENTION, *MLP, "embed_tokens", "lm_head"], "use_dora": True},
+    "trainable_tokens": {"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": [7, 130, 4]},
+    "tokens_by_module": {
+        "target_modules": ["q_proj"],
+        "trainable_token_indices": {"embed_tokens": [4, 7], "lm_head": [7, 30, 31]},
+    },
     "lora_bias": {"target_modules": ["k_proj", "up_proj", "down_proj", "lm_head"], "lora_bias": True},
 }
 
@@ -55,7 +60,7 @@ def test_adapters_have_the_logits_of_peft(tmp_path, family, is_native):
 
 
 @pytest.mark.parametrize("is_native", IS_NATIVE)
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_variants_have_the_logits_of_peft(tmp_path, is_tied, is_native):
     """With tied embeddings, adapters of one of both matrices leave the other, as in PEFT."""
     sizes = {"num_hidden_layers": 2, "tie_word_embeddings": is_tied}
@@ -64,6 +69,10 @@ def test_variants_have_the_logits_of_peft(tmp_path, is_tied, is_native):
     if is_tied:
         configs |= {"table": {"r": 5, "target_modules": ["embed_tokens"]}}
         configs |= {"head": {"r": 5, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}}
+        tied = {"ensure_weight_tying": True}
+        configs |= {"tied factors": {"target_modules": ["q_proj", "embed_tokens"]} | tied}
+        configs |= {"tied matrices": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]} | tied}
+        configs |= {"tied tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [9]} | tied}
     check(tmp_path, model, configs, is_native=is_native, is_scanned=is_tied and not is_native)
 
 
@@ -111,7 +120,9 @@ def test_adapters_of_latents_are_refused_by_name_unless_they_fit(tmp_path):
 @pytest.mark.parametrize("family", some_by_default(("gemma3", "granite", "gpt2"), "gemma3"))
 def test_adapters_of_scaled_embeddings_have_the_logits_of_peft(tmp_path, family):
     targets = ["wte", "c_attn"] if family == "gpt2" else ["embed_tokens", "v_proj"]
-    check(tmp_path, write_checkpoint(tmp_path / "model", family), {"one": {"target_modules": targets}}, is_native=False)
+    configs = {"one": {"target_modules": targets}, "dora": {"target_modules": targets, "use_dora": True}}
+    configs["tokens"] = {"target_modules": targets[1:], "trainable_token_indices": [*range(3, 40)]}
+    check(tmp_path, write_checkpoint(tmp_path / "model", family), configs, is_native=False)
 
 
 def check(tmp_path, model, configs, *, is_native, is_scanned=False, extras=LORA_EXTRAS):
@@ -130,6 +141,7 @@ def check(tmp_path, model, configs, *, is_native, is_scanned=False, extras=LORA_
         own = layout.place(read_adapter(tmp_path / name), arch, None)
         stacks = set_adapter(stacks, jnp.int32(slot), own, params if layout.reads_weights else {})
     ids = np.random.default_rng(0).integers(3, arch.vocab_size, NUM_TOKENS).astype(np.int32)
+    ids[-4:] = [7, 4, 130, 30]  # which some adapters train
     names = [*configs, "__base__"]
     pefts["__base__"] = pefts[names[0]]
     expected = [separate_logits(pefts[name], ids.tolist(), name) for name in names]

@@ -37,7 +37,7 @@ def test_norms_are_those_of_the_stored_weights(form, is_native):
     weight = form.convert(SPEC, tensor)
     dense = np.asarray(weight.dense() if hasattr(weight, "dense") else weight, np.float32)
     factors = FloatFactors(jnp.asarray(a), tuple(map(jnp.asarray, b)), None, jnp.asarray(magnitudes)[None])
-    found = np.asarray(jax.jit(lambda w, f: scaled(f, w, None).scale[0])(stored, factors))
+    found = np.asarray(jax.jit(lambda w, f: scaled(f, w, None, is_table=False).scale[0])(stored, factors))
     adapted = dense + np.concatenate([own.T @ first for first, own in zip(np.split(a, 2), b, strict=True)])
     expected = np.where(np.isnan(magnitudes), 1, magnitudes / np.linalg.norm(adapted, axis=1))
     np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -12,6 +12,7 @@ from jaxserve.weights.adapter_files import CONFIG, TENSORS, make_adapter, read_a
 from jaxserve.weights.safetensors_file import write_file
 
 PREFIX = "base_model.model.model.layers.0."
+DELTA = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
 CONFIG_OF = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 
 
@@ -62,9 +63,11 @@ def test_the_digest_depends_on_all_that_changes_outputs():
             (CONFIG_OF, factors(dtype="float16")),
             (CONFIG_OF, {name: -array for name, array in factors().items()}),
             (CONFIG_OF | {"alora_invocation_tokens": [7]}, factors()),
+            (CONFIG_OF | {"trainable_token_indices": [7]}, factors() | {DELTA: np.ones((1, 6))}),
+            (CONFIG_OF | {"trainable_token_indices": [8]}, factors() | {DELTA: np.ones((1, 6))}),
         )
     }
-    assert len(digests) == 6
+    assert len(digests) == 8
     assert make_adapter(CONFIG_OF, factors(), "elsewhere").digest in digests
 
 
@@ -80,7 +83,15 @@ BAD: dict[str, tuple[dict, dict, str]] = {
     "shape of a bias": ({"lora_bias": True}, {BIAS: np.ones((8, 1), np.float32)}, r"float vector, got shape \[8, 1\]"),
     "no magnitude": ({"use_dora": True}, {}, "must have lora_magnitude_vector exactly if"),
     "unsaved": ({"modules_to_save": ["lm_head"]}, {}, "must have their weights in .*, got none of lm_head"),
-    "tying": ({"ensure_weight_tying": True}, {}, "ensure_weight_tying must be False or None, got True"),
+    "tokens": ({}, {DELTA: np.ones((2, 6))}, "must have 2 ids for model.embed_tokens, got 0"),
+    "ids": ({"trainable_token_indices": [3, 4, 5]}, {DELTA: np.ones((2, 6))}, "must have 2 ids for .*, got 3"),
+    "twice an id": ({"trainable_token_indices": [3, 3]}, {DELTA: np.ones((2, 6))}, "lists of different token ids"),
+    "other ids": (
+        {"trainable_token_indices": {"embed_tokens": [3, 4], "lm_head": [3]}},
+        {DELTA: np.ones((2, 6))},
+        "must have their rows in .*, got none for lm_head",
+    ),
+    "no rows": ({"trainable_token_indices": [3]}, {}, r"must have their rows in .*, got none for \[3\]"),
     "rank": ({"r": 3}, {}, "rank of adapter_config.json, 3, got 4"),
     "shapes": ({}, {B: np.zeros((8, 5))}, r"\[4, 6\] and \[8, 5\]"),
     "NaN": ({}, {A: np.full((4, 6), np.nan)}, "must be finite"),

@@ -58,6 +58,11 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], tuple[str, ...]]
         pair("base_model.model._orig_mod.model.layers.0._fsdp_wrapped_module.self_attn.q_proj"),
         (),
     ),
+    "axolotl, trained tokens": (
+        AXOLOTL | {"trainable_token_indices": [7]},
+        pair() | {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": floats(1, 6)},
+        (),
+    ),
     "LLaMA-Factory": (FACTORY, pair() | saved(TABLES[0]), TABLES[:1]),
     "TRL, reward model": (TRL, pair() | saved("score"), ("score",)),
 }
@@ -68,7 +73,8 @@ def test_every_tensor_is_read(name):
     fields, tensors, whole = LAYOUTS[name]
     adapter = make_adapter(CONFIG | fields, tensors, name)
     assert set(adapter.whole) == set(whole)
-    num_arrays = sum(len(each.arrays) for each in adapter.modules.values()) + len(whole) + len(adapter.base)
+    num_arrays = sum(len(each.arrays) for each in adapter.modules.values())
+    num_arrays += len(whole) + len(adapter.base) + len(adapter.tokens)
     assert num_arrays == len(tensors)
     assert all(module in ("model.layers.0.self_attn.q_proj", "model.embed_tokens") for module in adapter.modules)
 
@@ -77,11 +83,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, np.ndarray], str]] = {
     "LLaMA-Factory, PiSSA": ({"init_lora_weights": "pissa_niter_16"}, {}, "init_lora_weights must not change the base"),
     "LLaMA-Factory, LoRA+ with biases": ({"bias": "all"}, {}, "bias must be 'none', got 'all'"),
     "unsloth, LoftQ": ({"init_lora_weights": "loftq"}, {}, "init_lora_weights must not change the base"),
-    "axolotl, token adapters": (
-        {"trainable_token_indices": [7]},
-        {"base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": floats(1, 6)},
-        "trainable_token_indices must be",
-    ),
     "TRL, value head": ({}, {"v_head.summary.bias": floats(1)}, "v_head.summary.bias; other tensors"),
     "TRL, IA3": ({"peft_type": "IA3"}, {}, "peft_type must be 'LORA', got 'IA3'"),
 }

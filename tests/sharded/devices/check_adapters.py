@@ -21,10 +21,11 @@ Start = Callable[..., DrivenEngine]
 Mixture = Callable[[str], tuple[Path, DrivenEngine]]
 
 EXTRAS = tuple(extra for extra in LORA_EXTRAS if extra != EXPERTS)
-LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "lora_extras": EXTRAS}
+LORA = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 4, "lora_extras": EXTRAS}
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
 PROMPTS: list[Any] = [{"prompt_token_ids": tokens(count, count)} for count in (9, 5, 7, 11)]
 REQUESTS = [LoRARequest("a"), LoRARequest("b"), None, LoRARequest("a")]
+EVERY = [LoRARequest(name) for name in "abcd"]
 
 
 def tensors(llm: LLM, seed: int, vector: str = "lora_B.bias") -> dict[str, np.ndarray]:
@@ -54,6 +55,30 @@ def whole(llm: LLM, seed: int) -> dict[str, np.ndarray]:
     return in_layers | {f"base_model.model.{name}": array for name, array in drawn.items()}
 
 
+TRAINED: dict[str, list[int]] = {"embed_tokens": [*range(3, 90, 2)], "lm_head": [*range(5, 90, 3)]}
+
+
+def tables(llm: LLM, seed: int) -> dict[str, np.ndarray]:
+    """Return random factors and magnitudes for the embedding, and rows for tokens in the head."""
+    every, rng = tensors(llm, seed, "lora_magnitude_vector"), np.random.default_rng(seed)
+    size = llm.engine.arch.hidden_size
+    found = {name: array for name, array in every.items() if "embed_tokens" in name}
+    found["base_model.model.model.embed_tokens.lora_magnitude_vector"] = rng.uniform(size=size).astype(np.float32)
+    return found | trained_rows(llm, seed, "lm_head")
+
+
+def trained_rows(llm: LLM, seed: int, *modules: str) -> dict[str, np.ndarray]:
+    """Return random rows for tokens in the embedding and the head."""
+    rng, size = np.random.default_rng(seed), llm.engine.arch.hidden_size
+    names = {"embed_tokens": "model.embed_tokens", "lm_head": "lm_head"}
+    return {
+        f"base_model.model.{names[module]}.token_adapter.trainable_tokens_delta": rng.normal(
+            size=(len(TRAINED[module]), size)
+        ).astype(np.float32)
+        for module in modules
+    }
+
+
 @pytest.mark.parametrize("case", mainly([(4, "auto")], (2, "auto"), (8, "auto"), (4, "xla")))
 def test_tokens_are_those_of_one_device(start: Start, case: tuple[int, str]) -> None:
     num_devices, backend = case
@@ -63,7 +88,16 @@ def test_tokens_are_those_of_one_device(start: Start, case: tuple[int, str]) -> 
         for seed, (name, draw) in enumerate({"a": tensors, "b": whole}.items()):
             feature = "lora_bias" if draw is tensors else "use_dora"
             llm.update_lora(name, draw(llm, seed), {"r": 4, "lora_alpha": 4, feature: True})
-        outputs.append(llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=REQUESTS))
+        ids = {"trainable_token_indices": {"lm_head": TRAINED["lm_head"]}}
+        llm.update_lora("c", tables(llm, 2), {"r": 4, "lora_alpha": 4, "use_dora": True} | ids)
+        llm.update_lora("d", trained_rows(llm, 3, *TRAINED), {"trainable_token_indices": TRAINED})
+        outputs.append(
+            [
+                output
+                for requests in (REQUESTS, EVERY)
+                for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=requests)
+            ]
+        )
     assert_equal(*outputs)
 
 
