@@ -102,7 +102,7 @@ class DecodePlanner:
                 if request.status is RequestStatus.BLOCKED and not (plan.is_split and may_sample_late(request)):
                     continue
                 num_tokens = request.num_tokens
-                if num_tokens - start > 1:
+                if num_tokens - start > 1 or (request.images and in_prefill(request)):
                     rows_in_prefill.append(request)
                     continue
                 num_new = min(limit, request.max_total_tokens - num_tokens)

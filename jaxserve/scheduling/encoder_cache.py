@@ -135,9 +135,6 @@ class EncoderCache:
                 stop = max(span.first, start)
                 break
             num_encoded += cost
-        # A last token alone counts as decoded, and programs for decoding rows take no images.
-        if stop == request.num_tokens - 1 and request.images[-1].end == request.num_tokens:
-            stop = stop - 1 if self._max_whole is None else max(start, min(stop, request.images[-1].first))
         return max(stop - start, 0)
 
     def compute(self, request: Request, start: int, stop: int) -> list[EncoderRun]:

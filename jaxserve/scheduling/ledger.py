@@ -38,7 +38,7 @@ class Ledger:
         waiting: queue of waiting requests.
         running: running requests by id, in admission order.
         num_running_of: number of running requests by class; no entry for 0.
-        num_prefill_tokens: tokens that running rows have yet to compute, not counting one per row.
+        num_prefill_tokens: tokens that running rows have yet to compute before they decode.
         num_growing: running rows that may need another page.
         num_waiting_tokens: known tokens that waiting requests have yet to compute.
         num_waiting_pages: pages needed to start all waiting requests.
@@ -130,7 +130,7 @@ class Ledger:
         self.running[request.request_id] = request
         self.num_running_of[request.priority] = self.num_running_of.get(request.priority, 0) + 1
         self.waiting.started(request, num_computed_tokens)
-        self.num_prefill_tokens += num_remaining(request) - 1
+        self.num_prefill_tokens += num_before_decode(request)
         self.num_growing += self.can_grow(request)
 
     def stop(self, request: Request, *, keep: bool = False) -> None:
@@ -145,7 +145,7 @@ class Ledger:
         self.num_running_of[request.priority] -= 1
         if not self.num_running_of[request.priority]:
             del self.num_running_of[request.priority]
-        self.num_prefill_tokens -= num_remaining(request) - 1
+        self.num_prefill_tokens -= num_before_decode(request)
         self.num_growing -= self.can_grow(request)
         self.free_slots.append(request.slot)
         self.store.leave(request, keep=keep)
@@ -356,7 +356,7 @@ class Ledger:
             if page != RELEASED:
                 owners[page] = owners.get(page, 0) + 1
         self.store.check_integrity(owners, loading)
-        assert self.num_prefill_tokens == sum(num_remaining(r) - 1 for r in self.running.values())
+        assert self.num_prefill_tokens == sum(map(num_before_decode, self.running.values()))
         assert self.num_growing == sum(map(self.can_grow, self.running.values()))
         counted = self.num_waiting_tokens, self.num_waiting_pages
         self.num_waiting_tokens = self.num_waiting_pages = 0
@@ -374,6 +374,16 @@ def num_remaining(request: Request) -> int:
     return request.num_tokens - request.num_computed_tokens
 
 
+def num_before_decode(request: Request) -> int:
+    """Return how many tokens a running request must compute before it decodes: all but the last, unless that is an
+    image's.
+
+    Decoding rows hold no images, and programs with drafts take no positions of images.
+    """
+    ends_in_image = bool(request.images) and request.images[-1].end == request.num_tokens
+    return num_remaining(request) - (not ends_in_image)
+
+
 def in_prefill(request: Request) -> bool:
     """Return whether a running request is between two chunks of its prompt."""
-    return num_remaining(request) > 1
+    return num_before_decode(request) > 0

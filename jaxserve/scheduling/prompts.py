@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxserve.scheduling.ledger import RUNS, Ledger, in_prefill, num_remaining
+from jaxserve.scheduling.ledger import RUNS, Ledger, in_prefill, num_before_decode, num_remaining
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.request import Request, RequestStatus
 from jaxserve.scheduling.step_plan import StepPlan, wants_prompt_logprobs
@@ -71,11 +71,11 @@ class Prompts:
         pages.
         """
         request = plan.requests[row]
-        start = request.num_computed_tokens
+        start, num_before = request.num_computed_tokens, num_before_decode(request)
         samples = num_remaining(request) == num_tokens
         plan.encoder_runs += self._ledger.encoder.compute(request, start, start + num_tokens)
         request.num_computed_tokens = start + num_tokens
-        self._ledger.num_prefill_tokens -= num_tokens - samples
+        self._ledger.num_prefill_tokens -= num_before - num_before_decode(request)
         plan.num_prefill_tokens += num_tokens
         plan.counts[row] += num_tokens
         plan.max_new[row] = int(samples)

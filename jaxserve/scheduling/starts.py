@@ -25,7 +25,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 
-from jaxserve.scheduling.ledger import Ledger, in_prefill, num_remaining
+from jaxserve.scheduling.ledger import Ledger, in_prefill, num_before_decode, num_remaining
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prompts import Prompts
 from jaxserve.scheduling.request import Request, RequestStatus
@@ -175,7 +175,7 @@ class StartPlanner:
         """Return whether the next plan would skip a new request because of unfinished prompts."""
         if not self._prompts.unfinished:
             return False
-        left = [(other, chunk) for other, chunk in self._prompts.next_chunks() if num_remaining(other) - chunk > 1]
+        left = [(other, chunk) for other, chunk in self._prompts.next_chunks() if num_before_decode(other) > chunk]
         if request.read_prefix_cache:
             computed = ((other, other.num_computed_tokens + chunk) for other, chunk in left)
             if self._prompt_ahead(request, computed) is not None:

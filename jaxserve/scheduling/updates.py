@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.scheduling.ledger import RUNS, Ledger
+from jaxserve.scheduling.ledger import RUNS, Ledger, num_before_decode
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.starts import StartPlanner
 from jaxserve.scheduling.step_plan import StepPlan
@@ -82,8 +82,9 @@ class RequestUpdater:
         output, ledger = request.output_token_ids, self._ledger
         for num_taken, token_id in enumerate(token_ids, start=1):
             if request.status in RUNS:
+                ledger.num_prefill_tokens -= num_before_decode(request)
                 output.append(token_id)
-                ledger.num_prefill_tokens += 1
+                ledger.num_prefill_tokens += num_before_decode(request)
             else:
                 ledger.count(request, -1)
                 output.append(token_id)

@@ -138,6 +138,18 @@ def test_outputs_are_those_of_transformers(served: Served) -> None:
         served.check(each, output)
 
 
+def test_prompts_end_in_images_in_steps_of_one_token(served: Served) -> None:
+    """The last token of an image, in a step of its own, is sampled from with the image's embedding."""
+    if served.engine().schedule.sees_images:
+        pytest.skip("a step holds an image whose tokens see each other")
+    engine = served.engine(max_num_seqs=1, max_num_batched_tokens=1, multi_step=4, encoder_cache_size=128)
+    image, prompt = served.pictures.image, served.pictures.prompt
+    prompts = [prompt(5, image(1)), prompt(3, image(2), 2, image(3))]
+    for _ in range(2):  # the second time with cached pages
+        for each, output in zip(prompts, served.run(prompts, engine), strict=True):
+            served.check(each, output)
+
+
 def test_images_in_tiles_have_the_outputs_of_transformers(tmp_path: Path) -> None:
     """Images of many embeddings, whose number depends on their sizes before preprocessing."""
     served = Served(tmp_path, "onevision")
