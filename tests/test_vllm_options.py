@@ -36,7 +36,7 @@ ACCEPTED: dict[str, Any] = {
     "disable_custom_all_reduce": True,
     "distributed_executor_backend": None,
     "max_seq_len_to_capture": 8192,
-    "pipeline_parallel_size": 1,
+    "decode_context_parallel_size": 1,
 }
 REFUSED = {
     "enforce_eager": (1, r"must be False or True or None, got 1: everything is compiled.*compile_ahead=\"minimal\""),
@@ -49,7 +49,7 @@ REFUSED = {
     "load_format": ("dummy", "must be 'auto' or 'safetensors', got 'dummy'"),
     "revision": ("main", "must be None, got 'main': models are local directories"),
     "enable_chunked_prefill": (False, "must be True or None, got False"),
-    "pipeline_parallel_size": (True, "must be 1, got True"),
+    "decode_context_parallel_size": (True, "must be 1, got True"),
     "cpu_offload_gb": (4, "all weights stay on the device"),
 }
 

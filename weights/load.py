@@ -58,6 +58,7 @@ def load(
     *,
     schemes: Schemes | None = None,
     prefix: str | tuple[str, ...] = "",
+    rows: Sequence[TensorRow] | None = None,
     use_tqdm: bool = False,
 ) -> Params:
     """Read a checkpoint into the parameter tree that `specs` describe.
@@ -76,6 +77,7 @@ def load(
         transform: function of a row and its tensor that returns the leaf of the tree; by default it places the tensor.
         schemes: schemes if the checkpoint is quantised; without a transform, its matrices are dequantised.
         prefix: prefix of all names in `specs`, or several; other tensors are not read.
+        rows: rows of the result, if it has only some of the tensors in `specs`, or other paths.
         use_tqdm: show progress in bytes if stderr is a terminal.
 
     Raises:
@@ -83,7 +85,8 @@ def load(
             named).
     """
     tensors = open_checkpoint(path, specs, schemes, prefix).tensors
-    return _build(specs, tensors.__getitem__, dtype, shardings, transform, use_tqdm=use_tqdm)
+    rows = specs if rows is None else rows
+    return _build(rows, tensors.__getitem__, dtype, shardings, transform, use_tqdm=use_tqdm)
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,7 @@ def assemble(
     transform: Transform | None = None,
     *,
     schemes: Schemes | None = None,
+    rows: Sequence[TensorRow] | None = None,
 ) -> Params:
     """Build the tree that `load` returns from tensors in memory instead of files; each passes through host memory.
 
@@ -140,6 +144,7 @@ def assemble(
         shardings: see `load`.
         transform: see `load`.
         schemes: see `load`; `tree` then has a quantised checkpoint's tensors by name.
+        rows: see `load`.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, of another shape or dtype (all named).
@@ -157,7 +162,7 @@ def assemble(
         tensor = tensors[name]
         return tensor.on_host(_on_host) if isinstance(tensor, QuantizedPart) else _on_host(tensor)
 
-    return _build(specs, read, dtype, shardings, transform)
+    return _build(specs if rows is None else rows, read, dtype, shardings, transform)
 
 
 def _build(

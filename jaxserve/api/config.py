@@ -111,7 +111,10 @@ class EngineConfig:
             and MLPs, but not routed experts, are whole on each shard. A request goes to the shard with the least work,
             preferably one with its prefix cached. `max_num_seqs`, `max_num_batched_tokens` and `num_pages` apply per
             shard.
-        data_parallel_size: number of model replicas, each on its own `tensor_parallel_size` devices with its own pool;
+        pipeline_parallel_size: number of stages that the layers are divided into, each on its own
+            `tensor_parallel_size` devices. Up to `pipeline_parallel_size + 1` steps with different requests are in
+            flight. It must be at most the number of layers with attention.
+        data_parallel_size: number of model replicas, each on devices of its own with its own pool;
             a request goes to a replica that can start it, preferably one with its prefix cached.
         max_model_len: maximum length of prompt plus output; None is the model's own.
         max_num_seqs: maximum requests in one step of each replica; None is 64 on CPU, 256 elsewhere, or fewer so that
@@ -236,6 +239,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     enable_dp_attention: bool = False
+    pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -319,6 +323,11 @@ class EngineConfig:
         return "kv_offloading_size" if self.kv_offloading_size else None
 
     @property
+    def num_devices(self) -> int:
+        """Number of devices of all replicas."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
     def num_data_shards(self) -> int:
         """Number of data-parallel attention shards in a replica."""
         return self.expert_parallel_size if self.enable_dp_attention else 1
@@ -327,7 +336,7 @@ class EngineConfig:
     def max_steps(self) -> int:
         """Maximum decode steps in one dispatch; 1 disables multi-step decode."""
         if self.multi_step == "auto":
-            return 1 if self.compile_ahead == "minimal" else MAX_STEPS
+            return 1 if self.compile_ahead == "minimal" or self.pipeline_parallel_size > 1 else MAX_STEPS
         return int(self.multi_step)
 
     @property

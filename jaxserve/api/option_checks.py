@@ -86,6 +86,22 @@ def _check_devices(config: EngineConfig) -> None:
             f"{config.expert_parallel_size} and {config.tensor_parallel_size}; set it to a divisor",
             about=("expert_parallel_size", "tensor_parallel_size"),
         )
+    if config.pipeline_parallel_size > 1:
+        _require(
+            "a pipeline_parallel_size above 1",
+            ("enable_dp_attention", config.enable_dp_attention, False),
+            ("speculative_config", config.speculative_config, None),
+            ("enable_lora", config.enable_lora, False),
+            ("kv_eviction", config.kv_eviction, None),
+            ("sparse_attention", config.sparse_attention, None),
+            ("count_expert_tokens", config.count_expert_tokens, False),
+            *([(option, getattr(config, option), None)] if (option := config.offloading_option) else []),
+        )
+        if config.multi_step not in ("auto", 1):
+            raise ConfigError(
+                f"multi_step must be 'auto' or 1 with a pipeline_parallel_size above 1, got {config.multi_step!r}; "
+                "drop one"
+            )
     if not config.enable_dp_attention:
         return
     if config.expert_parallel_size == 1:

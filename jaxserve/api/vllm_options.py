@@ -124,7 +124,7 @@ _ENGINE: Sequence[Row] = (
     ("num_pages and gpu_memory_utilization size the KV cache", (None,), "kv_cache_memory_bytes"),
     ("every engine can sleep", _BOOLS, "enable_sleep_mode"),
     # Several devices
-    ("only tensor and expert parallelism split a model", (1,), "pipeline_parallel_size decode_context_parallel_size"),
+    ("sequences are not split over devices", (1,), "decode_context_parallel_size"),
     ("one process drives all its devices", (None, "uni"), "distributed_executor_backend"),
     ("XLA's collectives are used", _BOOLS, "disable_custom_all_reduce"),
     ("there are no Ray workers", (False,), "ray_workers_use_nsight"),
@@ -273,7 +273,14 @@ def markdown_table() -> str:
 
 _SHARED = (  # EngineConfig fields with vLLM's name and meaning; None means the default
     *("model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size"),
-    *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"),
+    *(
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_num_partial_prefills",
+    ),
     *("max_long_partial_prefills", "long_prefill_token_threshold", "gpu_memory_utilization", "enable_prefix_caching"),
     *("kv_offloading_size", "limit_mm_per_prompt", "mm_processor_kwargs", "mm_processor_cache_gb"),
     *("allowed_local_media_path", "allowed_media_domains"),

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle
 
 import jax
 from jax.sharding import Mesh
@@ -24,14 +25,16 @@ from jaxserve.assembly.memory import (
     select_backend,
     state_bytes,
 )
-from jaxserve.assembly.parameters import adapter_layout, build_meshes, build_params, compute_dtype, copies
+from jaxserve.assembly.parameters import adapter_layout, build_meshes, build_stages, compute_dtype, copies
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.pipeline import Pipeline
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.runner import Runner, array_shapes
 from jaxserve.execution.xla_cache import cache_scope, programs_dir
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.stages import divide
 from jaxserve.pallas_kernels import native
 from jaxserve.scheduling.schedule_config import resolve_schedule
 
@@ -74,12 +77,30 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
         raise ConfigError(
             f"count_expert_tokens must be False, as {arch.architecture} has no experts, got True; drop it"
         )
-    devices = _devices(build_meshes(config))
+    meshes, stages = build_meshes(config), divide(arch, config.pipeline_parallel_size)
+    check_stages(config, arch)
     local_arch = arch.local(config.tensor_parallel_size)
     kv_dtype = pool_dtype(config, compute_dtype(config, arch))
     backend = select_backend(config, local_arch, kv_dtype)
     page_size = choose_page_size(config, local_arch, kv_dtype, backend)
-    require_memory(config, local_arch, page_bytes(local_arch, page_size, kv_dtype, backend), devices)
+    for index, stage in enumerate(stages):
+        local, devices = stage.local(config.tensor_parallel_size), _devices(meshes[index :: len(stages)])
+        require_memory(config, local, page_bytes(local, page_size, kv_dtype, backend), devices)
+
+
+def check_stages(config: EngineConfig, arch: ArchConfig) -> None:
+    """Raise ConfigError if there are several pipeline stages, and the model has what they do not carry."""
+    if config.pipeline_parallel_size == 1:
+        return
+    size = config.pipeline_parallel_size
+    for what, is_there, remedy in (
+        ("models that pool", arch.pooler is not None, "take tensor_parallel_size"),
+        ("images", arch.images is not None, 'pass limit_mm_per_prompt={"image": 0} for text only'),
+    ):
+        if is_there:
+            raise ConfigError(
+                f"pipeline_parallel_size must be 1 for {what}, got {size}; {remedy}", about=("pipeline_parallel_size",)
+            )
 
 
 @contextlib.contextmanager
@@ -98,8 +119,18 @@ def naming_exhaustion(config: EngineConfig) -> Iterator[None]:
         ) from error
 
 
+def build_executors(
+    config: EngineConfig, arch: ArchConfig, peers: Leader | Follower | None = None
+) -> list[Runner] | list[Pipeline]:
+    """Build an executor per replica: a runner, or a pipeline of several; see `build_runners`."""
+    runners, size = build_runners(config, arch, peers), config.pipeline_parallel_size
+    if size == 1:
+        return runners
+    return [Pipeline(runners[first : first + size]) for first in range(0, len(runners), size)]
+
+
 def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follower | None = None) -> list[Runner]:
-    """Build a runner per replica: load weights, size pools, allocate states and compile.
+    """Build a runner per replica and pipeline stage: load weights, size pools, allocate states and compile.
 
     Args:
         config: engine options.
@@ -107,17 +138,24 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
         peers: other processes, which build the same.
     """
     warn_without_native_kernels()
-    params, meshes = build_params(config, arch), build_meshes(config)
+    stages, meshes = divide(arch, config.pipeline_parallel_size), build_meshes(config)
+    params = build_stages(config, arch, stages)
     draft = _load_draft(config, arch)
-    replicas, draft_replicas = copies(params, meshes), draft.replicas(meshes)
+    by_stage = [copies(each, meshes[index :: len(stages)]) for index, each in enumerate(params)]
+    replicas = [each for replica in zip(*by_stage, strict=True) for each in replica]
+    draft_replicas = draft.replicas(meshes)
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
     kv_dtype = pool_dtype(config, dtype)
     backend = select_backend(config, local_arch, kv_dtype)
     draft_page = partial(draft.page_bytes, kv_dtype)
-    schedule = build_schedule(config, local_arch, kv_dtype, backend, _devices(meshes), draft_page)
+    placed = [
+        (stage.local(config.tensor_parallel_size), _devices(meshes[index :: len(stages)]))
+        for index, stage in enumerate(stages)
+    ]
+    schedule = build_schedule(config, local_arch, kv_dtype, backend, placed, draft_page)
     if peers is not None:
         schedule = dataclasses.replace(schedule, num_pages=min(peers.exchange(schedule.num_pages)))
-    is_split = peers is None and not schedule.pools and may_constrain(config)
+    is_split = peers is None and not schedule.pools and len(stages) == 1 and may_constrain(config)
     schedule = dataclasses.replace(schedule, has_split_steps=is_split)
     logger.info("KV pool: %d pages of %d tokens", schedule.num_pages, schedule.page_size)
     if schedule.num_snapshots is not None:
@@ -128,7 +166,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     programs = [
         Programs(
             Lowering(
-                arch,
+                stage,
                 array_shapes(params),
                 schedule,
                 kv_dtype,
@@ -138,13 +176,13 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
                 mesh=mesh,
                 proposer=draft.proposer(config, arch, schedule, kv_dtype),
                 draft_shapes=array_shapes(draft_params),
-                adapters=adapter_layout(config, arch),
+                adapters=adapter_layout(config, stage),
                 encoder_dtype=dtype,
             ),
             directory=directory,
             cache_scope=scope,
         )
-        for params, draft_params, mesh in zip(replicas, draft_replicas, meshes, strict=True)
+        for stage, params, draft_params, mesh in zip(cycle(stages), replicas, draft_replicas, meshes, strict=False)
     ]
     parts = zip(programs, replicas, draft_replicas, strict=True)
     runners = [Runner(*each, seed=config.seed) for each in parts]

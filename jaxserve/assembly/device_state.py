@@ -19,11 +19,11 @@ class NewWeights(NamedTuple):
     """Weights that can replace those in use.
 
     Attributes:
-        make: creates the first replica's weights, in the layout of its programs.
+        make: creates the weights of the first replica's stages, in the layout of its programs.
         content: their content; None if no tier needs it.
     """
 
-    make: Callable[[], Params]
+    make: Callable[[], list[Params]]
     content: WeightsContent | None
 
 
@@ -33,7 +33,7 @@ class Devices:
     Args:
         config: model and options.
         arch: sizes of the model.
-        runners: one runner per replica; empty if the engine has another kind of executor.
+        replicas: runners of each replica's pipeline stages; empty if the engine has another kind of executor.
         content: their weights' content; None if no tier needs it.
 
     Attributes:
@@ -42,16 +42,21 @@ class Devices:
     """
 
     def __init__(
-        self, config: EngineConfig, arch: ArchConfig, runners: Sequence[Runner], content: WeightsContent | None = None
+        self,
+        config: EngineConfig,
+        arch: ArchConfig,
+        replicas: Sequence[Sequence[Runner]],
+        content: WeightsContent | None = None,
     ) -> None:
-        self._config, self._arch, self._runners = config, arch, runners
+        self._config, self._arch, self._replicas = config, arch, replicas
+        self._runners = [runner for stages in replicas for runner in stages]
         self.content = b"" if content is None else content.loaded()
         self._peak_rates: PeakRates | None = None
         self.memory = MemoryState()
 
     @property
     def params(self) -> Params:
-        """Weights in use in the first replica, in the layout of its programs."""
+        """Weights in use in the first stage of the first replica, in the layout of its programs."""
         self.memory.check_open()
         return self._runners[0].params
 
@@ -59,7 +64,9 @@ class Devices:
         """Return weights for `replace`, created from `given` ones; ConfigError if they do not fit."""
         if "weights" in self.memory.asleep:
             raise ConfigError('the engine must be awake to take weights; call wake_up, or wake_up(tags=["weights"])')
-        make = prepare_params(self._config, self._arch, given, self._runners[0].param_shapes)
+        first = self._replicas[0]
+        stages = [runner.arch for runner in first]
+        make = prepare_params(self._config, self._arch, given, stages, [runner.param_shapes for runner in first])
         return NewWeights(make, WeightsContent(given) if self.content else None)
 
     def replace(self, new: NewWeights) -> None:
@@ -67,9 +74,9 @@ class Devices:
         self.memory = self.memory._replace(has_weights=False)
         for runner in self._runners:
             runner.params = {}  # memory may not suffice for both
-        replicas = copies(new.make(), [runner.mesh for runner in self._runners])
-        for runner, params in zip(self._runners, replicas, strict=True):
-            runner.params = params
+        for params, runners in zip(new.make(), zip(*self._replicas, strict=True), strict=True):
+            for runner, copy in zip(runners, copies(params, [runner.mesh for runner in runners]), strict=True):
+                runner.params = copy
         self.content = b"" if new.content is None else new.content.loaded()
         self.memory = self.memory._replace(has_weights=True)
 

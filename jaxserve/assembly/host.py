@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.api.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.assembly.adapter_store import AdapterStore
-from jaxserve.assembly.build import build_runners, check_sizes, naming_exhaustion
+from jaxserve.assembly.build import build_executors, check_sizes, naming_exhaustion
 from jaxserve.assembly.device_state import Devices, NewWeights
 from jaxserve.assembly.lock_step import fail_others, follow, require_same_options
 from jaxserve.assembly.memory import claim_memory
@@ -35,6 +35,7 @@ from jaxserve.distributed import processes
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.errors import ConfigError
 from jaxserve.execution.page_mover import PageMover
+from jaxserve.execution.pipeline import Pipeline
 from jaxserve.execution.roofline import Device, describe_device
 from jaxserve.execution.runner import Runner
 
@@ -95,8 +96,9 @@ class CoreHost:
             check_model(config, arch, is_distributed=self.peers is not None)
             content = None if config.kv_offloading_path is None else WeightsContent(config.model_path)
             with naming_exhaustion(config):
-                executors = build_runners(config, arch, self.peers)
-        self.devices = Devices(config, arch, [e for e in executors if isinstance(e, Runner)], content)
+                executors = build_executors(config, arch, self.peers)
+        stages = [executor.stages for executor in executors if isinstance(executor, Runner | Pipeline)]
+        self.devices = Devices(config, arch, stages, content)
         self.schedule, devices = executors[0].schedule, self.devices
         movers = build_movers(config, executors, self.stats, lambda: devices.content)
         self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, movers)

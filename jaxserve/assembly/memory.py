@@ -132,7 +132,7 @@ def build_schedule(
     arch: ArchConfig,
     kv_dtype: jnp.dtype,
     backend: str,
-    devices: Sequence[Memory],
+    stages: Sequence[tuple[ArchConfig, Sequence[Memory]]],
     draft_page: Callable[[int], int] = lambda page_size: 0,
 ) -> ScheduleConfig:
     """Return the resolved sizes; the pool size comes from `num_pages` or from free memory.
@@ -142,13 +142,17 @@ def build_schedule(
         arch: sizes of one device's shard.
         kv_dtype: pool dtype.
         backend: attention backend, which determines the pool layout.
-        devices: devices in all replicas; the one with the least free memory decides.
+        stages: each pipeline stage's sizes on one device, and its devices in all replicas; the device with the least
+            free memory decides.
         draft_page: page bytes of a draft model's pool, by tokens per page.
     """
     page_size = choose_page_size(config, arch, kv_dtype, backend)
-    num_bytes = page_bytes(arch, page_size, kv_dtype, backend) + draft_page(page_size)
-    require_memory(config, arch, num_bytes, devices)
-    num_pages = config.num_pages or _num_pages_that_fit(config, arch, page_size, num_bytes, devices)
+    counts = []
+    for stage, devices in stages:
+        num_bytes = page_bytes(stage, page_size, kv_dtype, backend) + draft_page(page_size)
+        require_memory(config, stage, num_bytes, devices)
+        counts.append(config.num_pages or _num_pages_that_fit(config, stage, page_size, num_bytes, devices))
+    num_pages = min(counts)
     return resolve_schedule(
         config,
         max_position=arch.max_position,
@@ -177,7 +181,7 @@ def require_memory(config: EngineConfig, arch: ArchConfig, page_bytes: int, devi
     free_bytes = min(map(free_memory, devices), default=math.inf)
     on_cpu = jax.default_backend() == "cpu"
     if on_cpu:  # all devices share it
-        free_bytes /= config.tensor_parallel_size * config.data_parallel_size
+        free_bytes /= config.num_devices
     seqs, tokens = default_batch(config, on_cpu=on_cpu)
     logits = 0 if arch.pooler is not None else 4 * seqs * arch.vocab_size
     needed = {
@@ -291,9 +295,7 @@ def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_
     """Return the pool size on a CPU: a fraction of its memory, but no more than max_num_seqs requests can use."""
     row_pages = KVGroups(page_size, arch.kv_layout.windows).num_pages(config.max_model_len or arch.max_position)
     max_num_seqs = default_batch(config, on_cpu=True)[0] // config.num_data_shards
-    pool_bytes = (
-        machine_memory.machine_bytes() * CPU_POOL_FRACTION / (config.tensor_parallel_size * config.data_parallel_size)
-    )
+    pool_bytes = machine_memory.machine_bytes() * CPU_POOL_FRACTION / (config.num_devices)
     return float(min(pool_bytes - slot_bytes(config, arch, on_cpu=True), max_num_seqs * row_pages * page_bytes))
 
 

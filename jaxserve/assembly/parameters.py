@@ -32,9 +32,20 @@ Weights = Mapping[str, Any] | str | os.PathLike[str]  # weights accepted by a ru
 
 
 def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
-    """Load the first replica's weights in the serving dtype.
+    """Load the first replica's weights in the serving dtype; see `build_stages`."""
+    [params] = build_stages(config, arch, [arch])
+    return params
+
+
+def build_stages(config: EngineConfig, arch: ArchConfig, stages: Sequence[ArchConfig]) -> list[Params]:
+    """Load the first replica's weights in the serving dtype, for each of its pipeline stages.
 
     They are split over its devices, quantised, packed for a CPU, and stacked for a scan, as configured.
+
+    Args:
+        config: engine options.
+        arch: sizes of the whole model.
+        stages: the stages' sizes; `[arch]` for a single one.
     """
     dtype = compute_dtype(config, arch).name
     if config.dtype == "auto" and arch.dtype == "float32" != dtype:
@@ -42,7 +53,7 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
     if arch.schemes is not None:
         logger.info(_description(config, arch, arch.schemes))
     _check_activations(config, arch)
-    return _make_params(config, arch, partial(weights.load, config.model_path, use_tqdm=True))
+    return _make_stages(config, arch, stages, partial(weights.load, config.model_path, use_tqdm=True))
 
 
 def _check_activations(config: EngineConfig, arch: ArchConfig) -> None:
@@ -95,7 +106,9 @@ def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Scheme
     return f"{schemes.method} checkpoint: {'; '.join(parts)}"
 
 
-def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, current: Params) -> Callable[[], Params]:
+def prepare_params(
+    config: EngineConfig, arch: ArchConfig, given: Weights, stages: Sequence[ArchConfig], current: Sequence[Params]
+) -> Callable[[], list[Params]]:
     """Return a function that creates the first replica's new weights from `given` ones, in the layout of `current`.
 
     Arrays are converted before this returns. A directory is checked now, but read only by the function.
@@ -104,7 +117,8 @@ def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, curre
         config: options of the engine.
         arch: model sizes.
         given: argument of `LLM.update_weights`.
-        current: the first replica's weights, or their shapes, dtypes and shardings.
+        stages: sizes of the pipeline stages.
+        current: the weights of the first replica's stages, or their shapes, dtypes and shardings.
 
     Raises:
         ConfigError: they do not fit the model.
@@ -118,12 +132,15 @@ def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, curre
                     "them"
                 )
             weights.check(given, registry.param_specs(arch), arch.schemes)
-        return partial(_make_params, config, arch, partial(weights.load, given))
+        return partial(_make_stages, config, arch, stages, partial(weights.load, given))
     if not isinstance(given, Mapping):
         raise ConfigError(f"weights must be a path, or arrays in a tree or by name, got {type(given).__name__}")
     arrays: dict[str, Any] = jax.tree.map_with_path(_array_at, dict(given))
-    same_form = bool(jax.tree.structure(arrays) == jax.tree.structure(current))  # type: ignore[operator]  # a gap of jax's stubs
-    new = _placed_as(arrays, current) if same_form else _make_params(config, arch, partial(weights.assemble, arrays))
+    same_form = bool(jax.tree.structure([arrays]) == jax.tree.structure([*current]))  # type: ignore[operator]  # a gap of jax's stubs
+    if same_form:
+        new = [_placed_as(arrays, current[0])]
+    else:
+        new = _make_stages(config, arch, stages, partial(weights.assemble, arrays))
     return lambda: new
 
 
@@ -165,30 +182,49 @@ def build_layer_params(
         directory: checkpoint that contains the layer.
         prefix: tensor name prefix.
     """
-    return _make_params(config, arch, partial(weights.load, directory, prefix=prefix), specs)
+    make = partial(weights.load, directory, prefix=prefix)
+    return _make_params(config, arch, make, specs, specs, build_meshes(config)[0])
+
+
+def _make_stages(
+    config: EngineConfig, arch: ArchConfig, stages: Sequence[ArchConfig], make: Callable[..., Params]
+) -> list[Params]:
+    """Make the parameters of the first replica's pipeline stages; see `_make_params`."""
+    specs = registry.param_specs(arch)
+    return [
+        _make_params(config, stage, make, specs, registry.param_specs(stage), mesh)
+        for stage, mesh in zip(stages, build_meshes(config)[: len(stages)], strict=True)
+    ]
 
 
 def _make_params(
-    config: EngineConfig, arch: ArchConfig, make: Callable[..., Params], specs: Sequence[ParamSpec] | None = None
+    config: EngineConfig,
+    arch: ArchConfig,
+    make: Callable[..., Params],
+    specs: Sequence[ParamSpec],
+    rows: Sequence[ParamSpec],
+    mesh: Mesh | None,
 ) -> Params:
-    """Make parameters as the programs take them: quantised, packed, sharded over the first replica, stacked.
+    """Make parameters as the programs take them: quantised, packed, sharded over a mesh, stacked.
 
     Args:
         config: engine options.
-        arch: model sizes.
+        arch: sizes of the model or pipeline stage.
         make: function that reads them, such as `weights.load` with its source.
-        specs: tensors to read; None for the whole model.
+        specs: tensors in the source.
+        rows: those of them to read.
+        mesh: devices over which they are split; None for the first device.
 
     Raises:
         ConfigError: the checkpoint does not fit the model.
     """
-    specs, dtype = registry.param_specs(arch) if specs is None else specs, compute_dtype(config, arch)
+    dtype = compute_dtype(config, arch)
     form, matrices = _format(config, arch), matrix_dtype(config, arch)
     if (reason := not_packed(config, form, matrices)) is not None:
         logger.info("the native kernels do not multiply matrices: %s", reason)
     transform = matrix_transform(specs, form, native=reason is None, matrix_dtype=matrices)
     with registry.config_errors(), cache_scope(config)():  # quantisation is compiled too
-        params = make(specs, dtype, _shardings(build_meshes(config)[0], specs), transform, schemes=arch.schemes)
+        params = make(specs, dtype, _shardings(mesh, rows), transform, schemes=arch.schemes, rows=rows)
         return stacked_if_scanned(params, arch)
 
 
@@ -297,9 +333,9 @@ def storage_name(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None 
 
 
 def build_meshes(config: EngineConfig) -> list[Mesh | None]:
-    """Return one mesh per replica; None for a replica on one device."""
+    """Return one mesh per replica and pipeline stage, stages first; None for a single one on one device."""
     sizes = config.tensor_parallel_size, config.data_parallel_size, config.expert_parallel_size
-    return replica_meshes(*sizes, config.num_data_shards)
+    return replica_meshes(*sizes, config.num_data_shards, config.pipeline_parallel_size)
 
 
 def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:

@@ -121,7 +121,8 @@ class EngineCore:
                 plan = replica.launch(self._now_s)
                 self._emit_admitted(replica, plan)
                 self.last_steps += replica.step_stats.write(self.num_waiting)  # the device runs this plan meanwhile
-                num_kept = max(plan is not None and self._step_ahead, self._is_shared and replica.num_running_steps)
+                num_ahead = replica.executor.schedule.row_turns if plan is not None and self._step_ahead else 0
+                num_kept = max(num_ahead, self._is_shared and replica.num_running_steps)
                 if len(replica.in_flight) > num_kept:
                     self._read(replica)
                     # rows waited for these tokens; callers are notified meanwhile

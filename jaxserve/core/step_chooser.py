@@ -40,7 +40,7 @@ class StepChooser:
         speculation, schedule = config.speculation, executor.schedule
         self.may_draft = True
         self._scheduler, self._executor, self._step_time = scheduler, executor, step_time
-        self._max_in_flight = 2 if config.step_ahead else 1
+        self._max_in_flight = 1 + schedule.row_turns if config.step_ahead else 1
         self._max_drafts, self._max_logprobs = schedule.max_drafts, schedule.max_logprobs
         is_timed = config.multi_step == "auto"
         self._max_steps = MAX_STEPS if is_timed else int(config.multi_step)

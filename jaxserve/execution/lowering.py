@@ -29,6 +29,15 @@ from jaxserve.execution.page_programs import MOVED_STATES, KVLayout, PageProgram
 from jaxserve.execution.pooling_program import make_pooling_step
 from jaxserve.execution.proposer import Observer, Proposer
 from jaxserve.execution.round import Model
+from jaxserve.execution.stage_step import (
+    SAMPLED_ROWS,
+    LastStep,
+    StageStep,
+    make_last_step,
+    make_stage_step,
+    stage_state_arrays,
+    take_sampled,
+)
 from jaxserve.execution.state import (
     ServeState,
     abstract_slot_row,
@@ -184,7 +193,15 @@ class Lowering:
         layout = BatchLayout.from_config(self.sizes, bucket)
         if self.arch.pooler is not None:
             return self._lower(make_pooling_step(self.model, layout), layout, self._text_shapes)
+        if not self.arch.stage.is_whole:
+            make = make_last_step if self.arch.stage.is_last else make_stage_step
+            return self._lower(make(self.model, layout), layout, self._text_shapes, *self._hidden(bucket))
         return self._lower(make_serve_step(self.model, layout, num_rounds), layout, self._observed_shapes)
+
+    def _hidden(self, bucket: int) -> list[jax.ShapeDtypeStruct]:
+        """Return the shape of the hidden states that a pipeline stage takes from the previous one, if there is one."""
+        dtype = jax.tree.leaves(self.param_shapes["final_norm"])[0].dtype
+        return [] if self.arch.stage.is_first else [self._operand((bucket, self.arch.hidden_size), dtype)]
 
     def split(self, bucket: int) -> tuple[Lower, Lower]:
         """Return functions that trace and lower both programs for split plans with `bucket` rows."""
@@ -255,6 +272,10 @@ class Lowering:
             return admit
         copies = self._operand((2, num_copies(self.sizes)), jnp.int32)
         copy = partial(copy_pages, axis=model.arch.token_axis)
+        if not self.arch.stage.is_last:
+            sampled = self._operand((SAMPLED_ROWS, self.sizes.max_num_seqs), jnp.int32)
+            takes = writer(take_sampled, stage_state_arrays(state), sampled)
+            return {**admit, "copy_pages": writer(copy, state.kv_pages, copies), "take_sampled": takes}
         layout = CompactionLayout.from_config(self.sizes)
         compact: dict[str, Lower] = {} if layout is None else {"compact": partial(self._compaction, layout)}
         return compact | {
@@ -320,10 +341,10 @@ class Lowering:
 
     def _lower(
         self,
-        program: Program | Compute | Sample | Compact,
+        program: Program | Compute | Sample | Compact | StageStep | LastStep,
         layout: BatchLayout | CompactionLayout,
         params: Any,
-        *more: BlobLayout,
+        *more: BlobLayout | jax.ShapeDtypeStruct,
         output: PartitionSpec | None = None,
     ) -> jax.stages.Lowered:
         """Trace and lower a program over parameters, state and blobs.
@@ -332,11 +353,14 @@ class Lowering:
             program: returns the state and an output.
             layout: layout of the blob.
             params: shapes, dtypes and shardings of its first argument.
-            more: layouts of further blobs.
+            more: shapes of further arguments, or layouts if they are blobs.
             output: axes over which its output is split; None if every device has all of it.
         """
         state = self.abstract_state
-        blobs = [self._operand((each.size,), jnp.int32) for each in (layout.blob, *more)]
+        blobs = [
+            self._operand((each.size,), jnp.int32) if isinstance(each, BlobLayout) else each
+            for each in (layout.blob, *more)
+        ]
         if self.mesh is not None:
             specs = (specs_of(state), output or PartitionSpec())
             program = over_devices(program, self.mesh, (params, state, *blobs), specs)

@@ -171,6 +171,7 @@ def plain_round(
     index: Int[Array, ""],
     model: Model,
     observe: Observe | None = None,
+    before: Float[Array, "T D"] | None = None,
 ) -> tuple[ServeState, StepOutput]:
     """Run the model on one round's tokens, and sample; return the state, and the output of this round.
 
@@ -183,10 +184,11 @@ def plain_round(
         index: round.
         model: static parameters.
         observe: function that observes the tokens for a proposer, if any.
+        before: hidden states from the previous pipeline stage; None in the first one.
     """
     rows = planned_rows(state.sequences, batch, index)
     tokens = round_tokens(batch, rows, state.slots, index, model.arch.image_token_id)
-    state, logits, hidden = compute_tokens(params, state, batch, rows, tokens, model, observe)
+    state, logits, hidden = compute_tokens(params, state, batch, rows, tokens, model, observe, before)
     state, sampled = sample_rows(state, batch, rows, tokens, logits, model)
     with jax.named_scope("logprobs"):
         logprobs, prompt_logprobs = step_logprobs(params, state, batch, rows, tokens, logits, sampled, hidden, model)
@@ -202,8 +204,11 @@ def compute_tokens(
     tokens: Tokens,
     model: Model,
     observe: Observe | None = None,
+    before: Float[Array, "T D"] | None = None,
 ) -> tuple[ServeState, Float[Array, "R V"], Float[Array, "T D"]]:
     """Run the model; return the state with new keys and values, each row's last logits, and hidden states.
+
+    `before` has the hidden states from the previous pipeline stage; None in the first one.
 
     Sequence lengths do not change here: sampling updates them.
     """
@@ -216,6 +221,7 @@ def compute_tokens(
         model,
         state_rows=state_rows(batch, rows, tokens),
         last_only=batch.wants_prompt_logprobs == 0,
+        before=before,
     )
     if observe is not None:
         with jax.named_scope("observe"):
@@ -288,6 +294,7 @@ def run_model(
     tree_mask: Int[Array, " T"] | None = None,
     state_rows: StateRows | None = None,
     last_only: Bool[Array, ""] | bool = False,
+    before: Float[Array, "T D"] | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T observed"], ServeState]:
     """Run the model's layers on `tokens`; return their hidden states, their features for an observer, and the state.
 
@@ -304,6 +311,7 @@ def run_model(
         tree_mask: ancestor bits of tokens in drafted trees; None without trees.
         state_rows: rows for recurrent layers; None without them.
         last_only: True if hidden states may be zero except for the rows' last tokens.
+        before: hidden states from the previous pipeline stage; None in the first one.
     """
     arch, live, shards = model.arch, tokens.live, None
     choosing = None
@@ -347,7 +355,7 @@ def run_model(
         context = dataclasses.replace(context, last=groups[0].last_tokens()[1])
         needs_all = None if last_only is True else ~last_only
     hidden, features, context = decoder.forward_with_features(
-        with_adapters(params, state.adapters), arch, tokens.token_ids, context, model.feature_layers, needs_all
+        with_adapters(params, state.adapters), arch, tokens.token_ids, context, model.feature_layers, needs_all, before
     )
     attention = PagedAttention.after(context)
     if shards is not None:

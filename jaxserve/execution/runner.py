@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from jaxserve.execution.encoder_program import pack_run
 from jaxserve.execution.lowering import encoder_name
-from jaxserve.execution.packer import BatchPacker
+from jaxserve.execution.packer import BatchPacker, StepUpload
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.round import StepOutput
@@ -147,9 +147,18 @@ class Runner:
         weakref.finalize(self, self.programs.close)
         _close_at_exit(self)
 
+    @property
+    def stages(self) -> tuple["Runner", ...]:
+        """The only pipeline stage."""
+        return (self,)
+
+    def is_sound(self) -> bool:
+        """Wait for the device state; return False if a failed step has destroyed it."""
+        return _is_sound(self.state)
+
     def restore_state(self) -> bool:
         """Wait for the device state; if a failed step has destroyed it, create an empty one and return True."""
-        if _is_sound(self.state):
+        if self.is_sound():
             return False
         if jax.process_count() > 1:
             raise RuntimeError("a step has failed on the devices of several processes, and their state is lost")
@@ -198,6 +207,20 @@ class Runner:
         Starts the download too, except for a split plan, which `sample` must follow.
         """
         compiles, upload = compile_counter.count, self.packer.pack(plan, program.num_tokens)
+        output = self.run(plan, program, upload)
+        if plan.is_split:
+            output = Unsampled(plan, program, upload.blob, output)
+        return self.started(plan, output, compiles)
+
+    def run(self, plan: StepPlan, program: StepShape, upload: StepUpload, *before: jax.Array) -> Any:
+        """Dispatch a step's programs, except for the sampling of a split plan; return their output on the device.
+
+        Args:
+            plan: the plan.
+            program: shape of the program.
+            upload: the plan's arrays.
+            before: hidden states from the previous pipeline stage, if there is one.
+        """
         if self._one_at_a_time:
             jax.block_until_ready(self.state)
         text = without_tower(self.params)
@@ -218,9 +241,17 @@ class Runner:
         for blob in upload.copies:
             self.state = self._copy_pages(self.state, blob)
         compute, *_ = self.programs.take(program, plan.shape)
-        self.state, output = compute(params, self.state, upload.blob)
-        if plan.is_split:
-            output = Unsampled(plan, program, upload.blob, output)
+        self.state, output = compute(params, self.state, upload.blob, *before)
+        return output
+
+    def started(self, plan: StepPlan, output: StepOutput | Unsampled, compiles: int) -> RunningStep:
+        """Return the handle of a dispatched step, after starting its download unless its plan is split.
+
+        Args:
+            plan: the plan.
+            output: its output.
+            compiles: number of programs compiled before the launch.
+        """
         num_compiles = compile_counter.count - compiles
         wanted = plan.wants_logprobs, plan.wants_prompt_logprobs
         max_drafts = self.schedule.max_drafts if plan.num_drafts else None

@@ -187,7 +187,8 @@ def new_state(
     states = new_states(arch, schedule.num_state_entries)
     sequences, S = new_sequences(schedule), schedule.max_num_seqs
     if (pooler := arch.pooler) is None:
-        slots = new_slots(arch.vocab_size, S, schedule.max_model_len)
+        vocab_size = arch.vocab_size if arch.stage.is_last else 1  # only the last stage samples
+        slots = new_slots(vocab_size, S, schedule.max_model_len)
         images = new_encoder_cache(arch, schedule.num_encoder_rows, encoder_dtype)
         own = {"draft": new_draft(), "adapters": new_adapters(), "encoder_cache": images}
         return ServeState(pool, sequences, slots, states, expert_tokens=counts, **own)

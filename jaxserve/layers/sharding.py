@@ -76,36 +76,54 @@ def tensor_mesh(
 
 
 def replica_meshes(
-    tensor_parallel_size: int, data_parallel_size: int, expert_parallel_size: int = 1, num_data_shards: int = 1
+    tensor_parallel_size: int,
+    data_parallel_size: int,
+    expert_parallel_size: int = 1,
+    num_data_shards: int = 1,
+    pipeline_parallel_size: int = 1,
 ) -> list[Mesh | None]:
-    """Return each replica's mesh; several replicas take consecutive devices. One replica on one device has None.
+    """Return the meshes of each replica's stages; they take consecutive devices. A single one on one device has None.
 
     Args:
-        tensor_parallel_size: devices per replica.
+        tensor_parallel_size: devices per stage.
         data_parallel_size: number of replicas.
         expert_parallel_size: `num_expert_shards` in `tensor_mesh`.
         num_data_shards: size of each mesh's data axis.
+        pipeline_parallel_size: stages per replica.
 
     Raises:
-        ConfigError: there are too few devices; there are several replicas and several processes; or one replica's
-            devices cannot be divided evenly among the processes.
+        ConfigError: there are too few devices; there are several replicas or stages, and several processes; or one
+            replica's devices cannot be divided evenly among the processes.
     """
-    if data_parallel_size == 1:
+    num_meshes = data_parallel_size * pipeline_parallel_size
+    if num_meshes == 1:
         return [
             tensor_mesh(tensor_parallel_size, num_expert_shards=expert_parallel_size, num_data_shards=num_data_shards)
         ]
+    if jax.process_count() > 1 and pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size must be 1 in a run over many processes, got {pipeline_parallel_size} and "
+            f"{jax.process_count()} processes; take tensor_parallel_size",
+            about=("pipeline_parallel_size",),
+        )
     if jax.process_count() > 1:
         raise ConfigError(
             f"data_parallel_size must be 1 in a run over many processes, got {data_parallel_size} and "
             f"{jax.process_count()} processes; spread a batch over a fleet with jaxserve batch --ray"
         )
     size, devices = tensor_parallel_size, jax.devices()
-    if size * data_parallel_size > len(devices):
+    if size * num_meshes > len(devices):
+        sizes = {
+            "tensor_parallel_size": size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "data_parallel_size": data_parallel_size,
+        }
+        named = {name: count for name, count in sizes.items() if count > 1 or name != "pipeline_parallel_size"}
         raise ConfigError(
-            f"tensor_parallel_size x data_parallel_size must be at most the number of devices, got {size} x "
-            f"{data_parallel_size} and {len(devices)}; lower one{_more_devices(devices, size * data_parallel_size)}"
+            f"{' x '.join(named)} must be at most the number of devices, got {' x '.join(map(str, named.values()))} "
+            f"and {len(devices)}; lower one{_more_devices(devices, size * num_meshes)}"
         )
-    firsts = range(0, size * data_parallel_size, size)
+    firsts = range(0, size * num_meshes, size)
     return [make_mesh(devices[first : first + size], expert_parallel_size, num_data_shards) for first in firsts]
 
 

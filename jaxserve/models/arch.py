@@ -35,6 +35,32 @@ class PerLayerEmbeddings(NamedTuple):
     size: int
 
 
+class Stage(NamedTuple):
+    """Layers of a whole model that a pipeline stage computes; the default is all of them.
+
+    Attributes:
+        first_layer: index of its first layer in the whole model.
+        is_first: True if it embeds the tokens; later stages get hidden states.
+        is_last: True if it has the final norm and the head, and samples.
+        kv_groups: KV group of each layer in the whole model; None if the groups follow from the layers.
+        num_kv_groups: number of KV groups in the whole model, of which some may have no layer here.
+    """
+
+    first_layer: int = 0
+    is_first: bool = True
+    is_last: bool = True
+    kv_groups: tuple[int, ...] | None = None
+    num_kv_groups: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it is the only stage."""
+        return self.is_first and self.is_last
+
+
+WHOLE = Stage()
+
+
 @dataclass(frozen=True)
 class ArchConfig:
     """A decoder's layers, sizes and switches, parsed from config.json.
@@ -66,6 +92,7 @@ class ArchConfig:
     page_budget: int | None = None  # maximum tokens in the pages that an output token chooses; None if it sees all
     pooler: Pooler | None = None  # pooling, for models that do not generate
     images: ImageInput | None = None  # images that it takes; None for text only
+    stage: Stage = WHOLE  # pipeline stage that has these layers
 
     def __post_init__(self) -> None:
         if not self.attention_layers:
@@ -237,6 +264,23 @@ class ArchConfig:
         divided = (layer.experts and layer.experts._replace(num_shards=num_shards) for layer in self.layers)
         return tuple(dataclasses.replace(layer, experts=each) for layer, each in zip(self.layers, divided, strict=True))
 
+    def part(self, layers: range) -> "ArchConfig":
+        """Return the pipeline stage with some consecutive layers, whose keys and values no other layer reads."""
+        first, groups = layers.start, [each.group for each in self.kv_layout.layers]
+
+        def moved(layer: LayerSpec) -> LayerSpec:
+            source = None if layer.state else layer.attention.kv_source
+            return layer if source is None or source < 0 else layer.attending(kv_source=source - first)
+
+        stage = Stage(
+            first,
+            is_first=first == 0,
+            is_last=layers.stop == self.num_layers,
+            kv_groups=tuple(groups[layer] for layer in layers),
+            num_kv_groups=1 + max(groups),
+        )
+        return dataclasses.replace(self, layers=tuple(moved(self.layers[layer]) for layer in layers), stage=stage)
+
     @property
     def token_axis(self) -> str | None:
         """Mesh axis along which devices have different tokens, if sizes are one device's."""
@@ -272,11 +316,12 @@ class ArchConfig:
     def last_kv_layer(self) -> int | None:
         """Last layer that makes keys and values, after which only the rows' last tokens need hidden states.
 
-        None if a later layer, or the layer itself, is recurrent or has cross attention: these read all tokens.
+        None if a later layer, or the layer itself, is recurrent or has cross attention: these read all tokens. So do
+        later stages.
         """
         for index in reversed(range(self.num_layers)):
             layer = self.layers[index]
-            if not layer.keeps_tokens:
+            if not (layer.keeps_tokens and self.stage.is_last):
                 return None
             if layer.attention.kv_source is None:
                 return index
@@ -317,7 +362,10 @@ class ArchConfig:
     def kv_layout(self) -> KVLayout:
         """Layout in the KV pool."""
         period = self.period if 2 * self.period <= self.num_layers else None
-        layout = lay_out(self.layers, num_devices=self.num_devices, period=period, has_one_group=self.one_kv_group)
+        options: dict[str, Any] = {"period": period, "has_one_group": self.one_kv_group}
+        if self.stage.kv_groups is not None:
+            options |= {"groups": self.stage.kv_groups, "num_groups": self.stage.num_kv_groups}
+        layout = lay_out(self.layers, num_devices=self.num_devices, **options)
         return layout if self.page_budget is None else layout.with_bounds(self.page_budget, self.tensor_axis)
 
     @property

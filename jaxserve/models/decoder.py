@@ -45,8 +45,12 @@ def forward_with_features(
     tokens: TokenContext,
     feature_layers: Sequence[int],
     needs_all: Bool[Array, ""] | None = None,
+    before: Float[Array, "T D"] | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T FD"], TokenContext]:
     """Return the results of `forward` and, between them, the concatenated inputs of F layers.
+
+    A pipeline stage takes the hidden states `before` its layers, unless it is the first one, and returns those after
+    them, after the final norm if it is the last one.
 
     If `tokens.last` is given, layers from `arch.last_kv_layer` on compute only these tokens, and the hidden states of
     all others are zero, unless `needs_all`. Layer `arch.num_layers` means the last layer's output before the final
@@ -54,7 +58,11 @@ def forward_with_features(
     """
     family = registry.family(arch)
     with jax.named_scope("embed"):
-        x = embed_tokens(params, arch, token_ids, tokens.position, tokens.adapters, tokens.images)
+        x = (
+            embed_tokens(params, arch, token_ids, tokens.position, tokens.adapters, tokens.images)
+            if before is None
+            else before
+        )
         rotations = layer_rotations(arch, tokens.rotary_position)
         inputs = family.layer_inputs(params, arch, _text_ids(arch, token_ids, tokens.images), x)
         tokens = dataclasses.replace(tokens, moe_index=jnp.int32(0))
@@ -119,7 +127,11 @@ def forward_with_features(
     features = keep(features, end + len(rest), x)
     side_by_side = jnp.moveaxis(features, 0, 1).reshape(x.shape[0], -1)
     if not last_layers:
-        return family.norm(x, params["final_norm"], arch.norm_eps), side_by_side, tokens
+        return (
+            family.norm(x, params["final_norm"], arch.norm_eps) if arch.stage.is_last else x,
+            side_by_side,
+            tokens,
+        )
     hidden, tokens = LastLayers(arch, last_layers, params["final_norm"], inputs).compute(x, tokens, needs_all)
     return hidden, side_by_side, tokens
 

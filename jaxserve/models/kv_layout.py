@@ -54,10 +54,12 @@ class KVLayout:
         layers: for each layer, the group and position of the keys and values that it reads: its own, or an earlier
             layer's.
         pool: token layout in the pool; if layers have different heads, it fits the larger ones.
+        num_groups: number of KV groups, of which some have no layer in a pipeline stage; None if all have layers.
     """
 
     layers: tuple[LayerKV, ...]
     pool: KVForm[Any]
+    num_groups: int | None = None
 
     def form(self, layer: int) -> KVForm[Any]:
         """Return a layer's token layout in the pool."""
@@ -76,7 +78,8 @@ class KVLayout:
     def _groups(self) -> list[_Kind]:
         """Properties of each KV group's layers, by group."""
         kinds = {layer.group: layer.kind for layer in self.layers if layer.kind is not None}
-        return [kinds[group] for group in sorted(kinds)]
+        any_kind = next(iter(kinds.values()))  # no layer reads the pages of a group without layers
+        return [kinds.get(group, any_kind) for group in range(self.num_groups or len(kinds))]
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -106,7 +109,13 @@ class KVLayout:
 
 
 def lay_out(
-    layers: Sequence[LayerSpec], *, num_devices: int, period: int | None, has_one_group: bool = False
+    layers: Sequence[LayerSpec],
+    *,
+    num_devices: int,
+    period: int | None,
+    has_one_group: bool = False,
+    groups: Sequence[int] | None = None,
+    num_groups: int | None = None,
 ) -> KVLayout:
     """Assign each layer a KV group and a position in the KV pool.
 
@@ -115,6 +124,8 @@ def lay_out(
         num_devices: devices that divide the heads.
         period: period in layers; None if the layers do not repeat.
         has_one_group: True if all layers share one group, whatever their windows.
+        groups: group of each layer of a pipeline stage in the whole model; None for a whole model.
+        num_groups: number of groups in the whole model; None for a whole model.
     """
     kinds = _kinds(layers, num_devices)
     smaller, *others = sorted(
@@ -127,14 +138,34 @@ def lay_out(
         assert isinstance(smaller, HeadVectors), "no model has both MLA and KV heads"
         pool = MixedHeads(larger.num_kv_heads, larger.head_dim, smaller)
     sources = [_source(layers, layer) for layer in range(len(layers))]
-    if has_one_group:
+    num_recurrent = [*accumulate((layer.state is not None for layer in layers), initial=0)]
+    if groups is not None:
+        own = _in_groups(kinds, groups, sources, num_recurrent)
+    elif has_one_group:
         assert None not in kinds, "only draft models have one group, and these have attention in all layers"
         own = [LayerKV(0, layer * kind.num_parts, kind) for layer, kind in enumerate(kinds) if kind is not None]
     else:
         num_own = next((layer for layer, source in enumerate(sources) if source < layer), len(layers))
-        num_recurrent = [*accumulate((layer.state is not None for layer in layers), initial=0)]
         own = _group(kinds[:num_own], period, num_recurrent)
-    return KVLayout(tuple(own[source] for source in sources), pool)
+    return KVLayout(tuple(own[source] for source in sources), pool, num_groups)
+
+
+def _in_groups(
+    kinds: Sequence[_Kind | None], groups: Sequence[int], sources: Sequence[int], num_recurrent: Sequence[int]
+) -> list[LayerKV]:
+    """Assign each layer of a pipeline stage its position in the group that the whole model gives it.
+
+    Args:
+        kinds: each layer's kind.
+        groups: each layer's group.
+        sources: layer whose keys and values each layer reads.
+        num_recurrent: recurrent layers before each layer.
+    """
+    num_before, found = Counter[int](), list[LayerKV]()
+    for layer, (kind, group) in enumerate(zip(kinds, groups, strict=True)):
+        found.append(LayerKV(group, num_recurrent[layer] if kind is None else num_before[group], kind))
+        num_before[group] += kind is not None and sources[layer] == layer
+    return found
 
 
 def _group(kinds: Sequence[_Kind | None], period: int | None, num_recurrent: Sequence[int]) -> list[LayerKV]:

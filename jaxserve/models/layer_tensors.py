@@ -207,12 +207,14 @@ def decoder_specs(arch: ArchConfig, names: TensorNames) -> list[ParamSpec]:
         names: the family's tensors in checkpoints.
     """
     D, V = arch.hidden_size, arch.vocab_size
-    top = Rows((), "", names.norm_init)
-    specs = [top.matrix("embed", ("vocab", "embed"), [names.embed], [V], D)]
-    if names.positions is not None:
+    top, stage, specs = Rows((), "", names.norm_init), arch.stage, list[ParamSpec]()
+    if stage.is_first or (stage.is_last and arch.tied_embeddings):
+        specs.append(top.matrix("embed", ("vocab", "embed"), [names.embed], [V], D))
+    if names.positions is not None and stage.is_first:
         specs.append(top.matrix(POSITION_EMBED, (None, "embed"), [names.positions], [arch.max_position], D))
     for index, layer in enumerate(arch.layers):
-        rows = Rows(("layers", index), f"{names.layers}.{index}.", names.norm_init, names.transposed)
+        prefix = f"{names.layers}.{stage.first_layer + index}."
+        rows = Rows(("layers", index), prefix, names.norm_init, names.transposed)
         norms = {"input_norm": names.input_norm, "mlp_norm": names.mlp_norm}
         for name, hf_name in norms.items():
             specs += rows.norm(name, hf_name, D, names.norm_parts)
@@ -228,7 +230,9 @@ def decoder_specs(arch: ArchConfig, names: TensorNames) -> list[ParamSpec]:
         specs += rows.norm("attention_post_norm", names.attention_post_norm, D)
         specs += rows.norm("mlp_post_norm", names.mlp_post_norm, D)
         specs += names.more(rows, layer, arch)
-    specs += top.norm("final_norm", names.final_norm, D, names.norm_parts)
+    specs += top.norm("final_norm", names.final_norm, D, names.norm_parts)  # on all stages: it has the model's dtype
+    if not stage.is_last:
+        return specs
     if not arch.tied_embeddings:
         specs.append(top.matrix("lm_head", ("vocab", "embed"), [names.head], [V], D))
     if names.head_bias and arch.pooler is None:

@@ -57,6 +57,7 @@ class ScheduleConfig:
     encoder_costs: tuple[tuple[int, int], ...] = ()  # by encoder program: patches, and tokens with as many FLOPs
     sees_images: bool = False  # True if tokens of an image see the whole image, which one step computes
     has_position_axes: bool = False  # True if tokens of images have positions on several axes (M-RoPE)
+    row_turns: int = 1  # plans in flight with different decoding rows; pipeline stages
 
     def __post_init__(self) -> None:
         _ = self.sparsity  # checks the budget
@@ -97,6 +98,7 @@ class ScheduleConfig:
             targets=(),
             max_loras=0,
             encoder_costs=(),
+            row_turns=1,
         )
 
     @property
@@ -307,6 +309,7 @@ def resolve_schedule(
         pools=pools,
         count_expert_tokens=config.count_expert_tokens,
         num_data_shards=config.num_data_shards,
+        row_turns=config.pipeline_parallel_size,
         max_loras=config.max_loras if config.enable_lora else 0,
         num_encoder_rows=num_encoder_rows,
         encoder_costs=encoder_costs,

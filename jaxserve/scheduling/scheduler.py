@@ -135,7 +135,7 @@ class Scheduler:
             sizes.num_encoder_rows, max_whole if sizes.sees_images else None, window, sizes.encoder_costs
         )
         self.shards = [
-            Shard(partial(self._new_ledger, first_slot), self.policy, sizes.num_spare_drafts)
+            Shard(partial(self._new_ledger, first_slot), self.policy, sizes.num_spare_drafts, sizes.row_turns)
             for first_slot in range(0, sizes.max_num_seqs, self._shard_sizes.max_num_seqs)
         ]
         self.rows = Rows(self.shards)
@@ -338,6 +338,7 @@ class Scheduler:
         for shard, part in zip(self.shards, parts, strict=True):
             if part.requests:
                 stop = first + len(part.requests)
+                shard.turns.ended(plan.step_id)
                 ended += shard.updates.take(part, sampled[first:stop] if len(parts) > 1 else sampled)
                 shard.changes.note()
                 first = stop

@@ -15,6 +15,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prefill import PrefillPlanner
 from jaxserve.scheduling.prompts import Prompts
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduling.row_turns import RowTurns
 from jaxserve.scheduling.shard_view import Changes, ShardView
 from jaxserve.scheduling.starts import StartPlanner
 from jaxserve.scheduling.step_plan import StepChoice, StepPlan
@@ -28,6 +29,7 @@ class Shard:
         new_ledger: returns an empty ledger.
         policy: request order and chunk sizes.
         num_spare_tokens: tokens that a row with drafts may compute and discard, beyond the sampled ones.
+        row_turns: number of plans that take turns to have a decoding row.
 
     Attributes:
         policy: request order and chunk sizes.
@@ -36,12 +38,14 @@ class Shard:
         starts: starter of waiting requests.
         prefills: planner of rows in prefill.
         decodes: planner of decoding rows.
+        turns: decoding rows of plans in flight.
         updates: updater of requests after a step.
         view: read-only view for a balancer.
     """
 
-    def __init__(self, new_ledger: Callable[[], Ledger], policy: Policy, num_spare_tokens: int) -> None:
+    def __init__(self, new_ledger: Callable[[], Ledger], policy: Policy, num_spare_tokens: int, row_turns: int) -> None:
         self._new_ledger, self.policy, self._num_spare_tokens = new_ledger, policy, num_spare_tokens
+        self._row_turns = row_turns
         self.changes = Changes()
         self.restart()
 
@@ -52,6 +56,7 @@ class Shard:
         self.starts = StartPlanner(ledger, self.policy, prompts)
         self.prefills = PrefillPlanner(ledger, self.policy, prompts, self.starts)
         self.decodes = DecodePlanner(ledger, self.policy, self._num_spare_tokens)
+        self.turns = RowTurns(self._row_turns)
         self.updates = RequestUpdater(ledger, self.starts)
         self.changes.note(has_lost_cache=True)
         self.view = ShardView(ledger, prompts, self.starts, self.changes)
@@ -115,9 +120,10 @@ class Shard:
         rows = self.ledger.running.values()
         plan.num_steps = limits.max_steps
         plan.is_split = limits.may_split and any(map(may_sample_late, rows))
-        self._held_back = self.decodes.rows_to_hold_back()
-        self._in_prefill = self.decodes.schedule(plan, self._held_back, limits.num_drafts)
-        has_row = bool(plan.requests or self._held_back)
+        resting = self.turns.resting(rows, plan.step_id)
+        self._held_back = [row for row in self.decodes.rows_to_hold_back() if row not in resting]
+        self._in_prefill = self.decodes.schedule(plan, [*self._held_back, *resting], limits.num_drafts)
+        has_row = bool(plan.requests or self._held_back or resting)
         self._decode_waits = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
 
     def fill(self, plan: StepPlan, max_prefill_tokens: int) -> None:
@@ -136,6 +142,7 @@ class Shard:
         if plan.num_steps > 1 and not plan.num_drafts:
             plan.num_steps = max(plan.max_new, default=1)
         plan.slots = [request.slot for request in plan.requests]
+        self.turns.planned(plan)
         plan.num_pages_used = self.ledger.num_pages_used
 
     def check_integrity(self) -> None:

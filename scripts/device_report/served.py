@@ -65,7 +65,7 @@ class Served:
         kernel, heads = KERNELS[device], Heads(sizes.num_kv_heads, sizes.head_dim)
         page_size = config.page_size or default_page_size(kernel.backend, heads, dtype)
         self.backend = kernel.served(Problem(heads, sizes.num_heads, page_size, dtype, jax.default_backend()))
-        self.schedule = build_schedule(config, local_arch, dtype, self.backend, devices)
+        self.schedule = build_schedule(config, local_arch, dtype, self.backend, [(local_arch, devices)])
         self.num_params = num_params(arch)
         sizes = (arch, array_shapes(params), self.schedule, dtype, self.backend, "auto", MAX_STEPS, mesh)
         programs = Programs(Lowering(*sizes), directory=None, cache_scope=contextlib.nullcontext)

@@ -70,7 +70,7 @@ def test_page_count_fits_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> 
     def num_pages(num_devices: int, *bytes_in_use: int) -> int:
         config, local = EngineConfig(tensor_parallel_size=num_devices), arch.local(num_devices)
         devices = [Device(count) for count in bytes_in_use]
-        return build_schedule(config, local, jnp.dtype("float32"), "xla", devices).num_pages
+        return build_schedule(config, local, jnp.dtype("float32"), "xla", [(local, devices)]).num_pages
 
     alone = num_pages(1, 10**8)
     assert num_pages(4, 0, 10**8, 0, 0) == pytest.approx(4 * alone, rel=0.05)  # activations shrink as well

@@ -1,0 +1,192 @@
+"""Pipeline stages: the tokens and log probabilities of one stage, bit by bit, without a copy or a wait too many."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from hypothesis import given, settings
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.errors import ConfigError
+from jaxserve.models.params import Params
+from tests.checkpoints import write_checkpoint
+from tests.e2e.workloads import Job, assert_bitwise, few_but_rich, generate, jobs, run, tokens
+from tests.parameters import mainly
+from tests.random_runs import examples
+from tests.sharded.devices.sizes import MODEL, SIZES
+
+LAYERS = 5  # no number of stages divides them
+# DeepSeek's first layers are dense; Gemma's windows alternate; the hybrid ones have few layers with attention.
+OTHERS = ("gpt2", "gemma3", "olmoe", "deepseek_v3", "gpt_oss", "qwen3_next", "granite_moe_hybrid")
+STAGE_SIZES = SIZES | {"multi_step": 1}
+
+Start = Callable[..., DrivenEngine]
+
+
+@pytest.fixture(scope="module")
+def start_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Start an engine of a model of several layers, or reuse it."""
+    path = tmp_path_factory.mktemp("llama")
+    write_checkpoint(path, "llama", **MODEL | {"num_hidden_layers": LAYERS})
+    engines: list[DrivenEngine] = []
+
+    @cache
+    def start(num_stages: int = 1, num_devices: int = 1, num_replicas: int = 1) -> DrivenEngine:
+        sizes = {"tensor_parallel_size": num_devices, "data_parallel_size": num_replicas}
+        config = EngineConfig(str(path), pipeline_parallel_size=num_stages, **STAGE_SIZES | sizes)
+        engines.append(DrivenEngine(config))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def assert_all_bitwise(engine: DrivenEngine, oracle: DrivenEngine, workload: list[Job]) -> None:
+    for each in (engine, oracle):
+        each.reset_prefix_cache()
+    for output, wanted in zip(run(engine, workload), run(oracle, workload), strict=True):
+        assert_bitwise(output, wanted)
+
+
+class TestAnyWorkload:
+    """Batches, chunks, prefix hits, preemptions and all kinds of sampling at once."""
+
+    @given(workload=jobs(aborts=False))
+    @settings(few_but_rich, max_examples=examples(5))
+    @pytest.mark.parametrize("sizes", mainly([(2, 1), (4, 2)], (2, 2), (4, 1), (5, 1)))
+    def test_bits_are_those_of_one_stage(
+        self, start_stages: Start, sizes: tuple[int, int], workload: list[Job]
+    ) -> None:
+        num_stages, num_devices = sizes
+        assert_all_bitwise(start_stages(num_stages, num_devices), start_stages(1, num_devices), workload)
+
+    @given(workload=jobs(aborts=True))
+    @settings(few_but_rich, max_examples=examples(2))
+    def test_aborted_requests_leave_nothing(self, start_stages: Start, workload: list[Job]) -> None:
+        run(start_stages(2), workload)
+        assert_all_bitwise(start_stages(2), start_stages(1), [Job(job.prompt, job.params) for job in workload])
+
+
+@pytest.mark.parametrize("family", mainly(["deepseek_v3"], *OTHERS))
+def test_other_families_have_the_bits_of_one_stage(tmp_path: Path, family: str) -> None:
+    write_checkpoint(tmp_path, family)
+    workload = [
+        Job(tokens(length, length), SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=9, logprobs=2))
+        for index, length in enumerate((3, 20, 11, 27, 9, 16))
+    ]
+    engines = [
+        DrivenEngine(EngineConfig(str(tmp_path), pipeline_parallel_size=count, **STAGE_SIZES)) for count in (1, 2)
+    ]
+    assert_all_bitwise(*engines, workload)
+    for engine in engines:
+        engine.close()
+
+
+def test_each_stage_holds_its_own_layers(start_stages: Start) -> None:
+    stages = start_stages(4).replicas[0].executor.stages
+    whole = start_stages(1).replicas[0].executor
+    assert sum(len(stage.params["layers"]) for stage in stages) == LAYERS
+    assert ["embed" in stage.params for stage in stages] == [True, False, False, False]
+    assert ["lm_head" in stage.params for stage in stages] == [False, False, False, True]
+    devices = [{device for leaf in jax.tree.leaves(stage.params) for device in leaf.devices()} for stage in stages]
+    assert all(first.isdisjoint(second) for first, second in pairwise(devices))
+
+    def pool_bytes(state: Any) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(state.kv_pages))
+
+    assert sum(pool_bytes(stage.state) for stage in stages) == pool_bytes(whole.state)
+
+
+@pytest.mark.parametrize("num_stages", mainly([4], 2))
+def test_steps_take_one_copy_per_stage_and_no_wait(
+    start_stages: Start, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states pass to each stage but the first, sampled tokens to each but the last: S copies in all."""
+    engine, calls = start_stages(num_stages), {"put": 0, "wait": 0, "launch": 0}
+    executor = engine.replicas[0].executor
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    launch = executor.launch
+
+    def launch_counting(*args: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "device_put", counted("put", jax.device_put))
+            patch.setattr(jax, "block_until_ready", counted("wait", jax.block_until_ready))
+            calls["launch"] += 1
+            return launch(*args)
+
+    monkeypatch.setattr(executor, "launch", launch_counting)
+    generate(engine, [tokens(20, n) for n in range(6)], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+    assert calls["launch"] > 24
+    assert calls["put"] <= num_stages * calls["launch"]
+    assert not calls["wait"]
+    assert engine.stats.num_compiles == 0
+
+
+def test_replicas_have_stages_each(start_stages: Start) -> None:
+    workload = [Job(tokens(9 + n, n), SamplingParams(temperature=0, max_tokens=6, logprobs=1)) for n in range(6)]
+    assert_all_bitwise(start_stages(2, 1, 2), start_stages(1), workload)
+
+
+def test_new_weights_reach_all_stages(tmp_path: Path) -> None:
+    workload, engines = [Job(tokens(9, n), SamplingParams(temperature=0, max_tokens=6, logprobs=1)) for n in (1, 2)], []
+    for seed, name in enumerate(("old", "new")):
+        (tmp_path / name).mkdir()
+        write_checkpoint(tmp_path / name, "llama", seed=seed, **MODEL | {"num_hidden_layers": LAYERS})
+    for name, size in (("new", 1), ("old", 2)):
+        engines.append(DrivenEngine(EngineConfig(str(tmp_path / name), pipeline_parallel_size=size, **STAGE_SIZES)))
+    oracle, engine = engines
+    before = run(engine, workload)
+    engine.update_weights(str(tmp_path / "new"))
+    assert_all_bitwise(engine, oracle, workload)
+    assert [output.outputs[0].logprobs for output in before] != [o.outputs[0].logprobs for o in run(oracle, workload)]
+    engine.sleep()
+    engine.host.wake_up(None)
+    assert_all_bitwise(engine, oracle, workload)
+
+
+def test_a_failed_stage_loses_no_later_request(start_stages: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start_stages(2)
+    last = engine.replicas[0].executor.stages[-1]
+    workload = [Job(tokens(9, 1), SamplingParams(temperature=0, max_tokens=6))]
+
+    def fail(*_: Any) -> Params:
+        raise RuntimeError("the stage fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "run", fail)
+        engine.add_request("0", workload[0].prompt, workload[0].params)
+        with pytest.raises(RuntimeError, match="the stage fails"):
+            engine.step()
+    assert_all_bitwise(engine, start_stages(1), workload)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 6}, "must be at most 5, the number of stages with attention into which the 5"),
+        ({"pipeline_parallel_size": 5, "tensor_parallel_size": 2}, "got 2 x 5 x 1 and 8"),
+        ({"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}}, "speculative_config must be None"),
+        ({"pipeline_parallel_size": 2, "kv_offloading_size": 1}, "kv_offloading_size must be None"),
+        ({"pipeline_parallel_size": 2, "enable_lora": True}, "enable_lora must be False"),
+        ({"pipeline_parallel_size": 2, "multi_step": 4}, "multi_step must be 'auto' or 1"),
+        ({"pipeline_parallel_size": 2, "runner": "pooling"}, "must be 1 for models that pool"),
+    ],
+)
+def test_what_stages_do_not_carry_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    write_checkpoint(tmp_path, "llama", **MODEL | {"num_hidden_layers": LAYERS})
+    with pytest.raises(ConfigError, match=message):
+        DrivenEngine(EngineConfig(str(tmp_path), **STAGE_SIZES | options))
