@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from jaxserve.api.lora_request import EMBEDDINGS, MODULES_TO_SAVE, TRAINABLE_TOKENS
 from jaxserve.api.pooling_params import CLASSIFY, EMBED
 from jaxserve.api.sparsity_config import COMPACTING
 from jaxserve.errors import ConfigError
@@ -91,12 +92,16 @@ def _check_devices(config: EngineConfig) -> None:
             "a pipeline_parallel_size above 1",
             ("enable_dp_attention", config.enable_dp_attention, False),
             ("speculative_config", config.speculative_config, None),
-            ("enable_lora", config.enable_lora, False),
             ("kv_eviction", config.kv_eviction, None),
             ("sparse_attention", config.sparse_attention, None),
             ("count_expert_tokens", config.count_expert_tokens, False),
             *([(option, getattr(config, option), None)] if (option := config.offloading_option) else []),
         )
+        if tables := {EMBEDDINGS, MODULES_TO_SAVE, TRAINABLE_TOKENS}.intersection(config.lora_extras):
+            raise ConfigError(
+                f"lora_extras must not have {sorted(tables)[0]!r} with a pipeline_parallel_size above 1, got "
+                f"{[*config.lora_extras]}; drop one"
+            )
         if config.multi_step not in ("auto", 1):
             raise ConfigError(
                 f"multi_step must be 'auto' or 1 with a pipeline_parallel_size above 1, got {config.multi_step!r}; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.core.adapter_names import LoadedAdapter
@@ -29,11 +29,11 @@ class StoredAdapter(NamedTuple):
 
     Attributes:
         source: its directory or tensors, to read it again.
-        arrays: arrays in the shapes of one slot; None if only the source is kept.
+        arrays: arrays in the shapes of one slot, by pipeline stage; None if only the source is kept.
     """
 
     source: AdapterSource
-    arrays: Params | None
+    arrays: Sequence[Params] | None
 
 
 class AdapterStore:
@@ -42,7 +42,7 @@ class AdapterStore:
     Args:
         layout: layout of the devices' stacks.
         arch: sizes of the whole model.
-        mesh: mesh of a replica.
+        stages: sizes and mesh of each pipeline stage in a replica.
         max_kept: maximum adapters with arrays; None for any number.
         in_use: returns the digests that unfinished requests have.
     """
@@ -51,11 +51,11 @@ class AdapterStore:
         self,
         layout: AdapterLayout,
         arch: ArchConfig,
-        mesh: Mesh | None,
+        stages: Sequence[tuple[ArchConfig, Mesh | None]],
         max_kept: int | None,
         in_use: Callable[[], Collection[str]],
     ) -> None:
-        self._layout, self._arch, self._mesh = layout, arch, mesh
+        self._layout, self._arch, self._stages = layout, arch, stages
         self._max_kept, self._in_use = max_kept, in_use
         self._lock = threading.Lock()
         self._stored: OrderedDict[str, StoredAdapter] = OrderedDict()  # the least recently used first
@@ -68,7 +68,7 @@ class AdapterStore:
             ConfigError: it cannot be read or does not fit the model.
         """
         adapter = self._read(source)
-        arrays = self._layout.place(adapter, self._arch, self._mesh)
+        arrays = self._place(adapter)
         if adapter.is_zero:
             logger.warning(
                 "all lora_B of %s are zero: the adapter has no effect, as before its training", source.path or "tensors"
@@ -86,8 +86,12 @@ class AdapterStore:
             self._unnamed.add(digest)
             self._trim()
 
-    def arrays(self, digest: str) -> Params:
-        """Return an adapter's arrays, read again if they are not in memory.
+    def _place(self, adapter: AdapterFile) -> list[Params]:
+        """Return an adapter's arrays by pipeline stage; ConfigError if it does not fit the model."""
+        return [self._layout.place(adapter, *stage, self._arch) for stage in self._stages]
+
+    def arrays(self, digest: str, stage: int = 0) -> Params:
+        """Return an adapter's arrays for a pipeline stage, read again if they are not in memory.
 
         Raises:
             ConfigError: it was unloaded, or its directory has changed since it was loaded.
@@ -98,15 +102,15 @@ class AdapterStore:
             source, arrays = self._stored[digest]
             self._stored.move_to_end(digest)
         if arrays is not None:
-            return arrays
+            return arrays[stage]
         adapter = self._read(source)
         if adapter.digest != digest:
             raise ConfigError(f"the adapter in {source.path} has changed since it was loaded; load it again")
-        arrays = self._layout.place(adapter, self._arch, self._mesh)
+        arrays = self._place(adapter)
         with self._lock:
             self._stored[digest] = StoredAdapter(source, arrays)
             self._trim()
-        return arrays
+        return arrays[stage]
 
     @staticmethod
     def _read(source: AdapterSource) -> AdapterFile:

@@ -37,6 +37,7 @@ class Devices:
         content: their weights' content; None if no tier needs it.
 
     Attributes:
+        replicas: runners of each replica's pipeline stages.
         memory: state of their memory.
         content: digest of the weights in use; empty if no tier needs it.
     """
@@ -48,7 +49,7 @@ class Devices:
         replicas: Sequence[Sequence[Runner]],
         content: WeightsContent | None = None,
     ) -> None:
-        self._config, self._arch, self._replicas = config, arch, replicas
+        self._config, self._arch, self.replicas = config, arch, replicas
         self._runners = [runner for stages in replicas for runner in stages]
         self.content = b"" if content is None else content.loaded()
         self._peak_rates: PeakRates | None = None
@@ -64,7 +65,7 @@ class Devices:
         """Return weights for `replace`, created from `given` ones; ConfigError if they do not fit."""
         if "weights" in self.memory.asleep:
             raise ConfigError('the engine must be awake to take weights; call wake_up, or wake_up(tags=["weights"])')
-        first = self._replicas[0]
+        first = self.replicas[0]
         stages = [runner.arch for runner in first]
         make = prepare_params(self._config, self._arch, given, stages, [runner.param_shapes for runner in first])
         return NewWeights(make, WeightsContent(given) if self.content else None)
@@ -74,7 +75,7 @@ class Devices:
         self.memory = self.memory._replace(has_weights=False)
         for runner in self._runners:
             runner.params = {}  # memory may not suffice for both
-        for params, runners in zip(new.make(), zip(*self._replicas, strict=True), strict=True):
+        for params, runners in zip(new.make(), zip(*self.replicas, strict=True), strict=True):
             for runner, copy in zip(runners, copies(params, [runner.mesh for runner in runners]), strict=True):
                 runner.params = copy
         self.content = b"" if new.content is None else new.content.loaded()

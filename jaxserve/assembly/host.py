@@ -172,17 +172,19 @@ class CoreHost:
     def _new_store(self, config: EngineConfig, arch: ArchConfig) -> AdapterStore | None:
         """Return the store of LoRA adapters, from which all runners load them; None if the engine serves none."""
         layout = adapter_layout(config, arch)
-        runners = [replica.executor for replica in self.core.replicas if isinstance(replica.executor, Runner)]
-        if layout is None or not runners:
+        replicas = self.devices.replicas
+        if layout is None or not replicas:
             return None
         core = weakref.ref(self.core)  # which has the store: an abandoned engine is freed without the garbage collector
 
         def in_use() -> set[str]:
             return set() if (known := core()) is None else set().union(*known.adapters_in_use())
 
-        store = AdapterStore(layout, arch, runners[0].mesh, config.max_cpu_loras, in_use)
-        for runner in runners:
-            runner.adapter_arrays = store.arrays
+        stages = [(runner.arch, runner.mesh) for runner in replicas[0]]
+        store = AdapterStore(layout, arch, stages, config.max_cpu_loras, in_use)
+        for replica in replicas:
+            for index, runner in enumerate(replica):
+                runner.adapter_arrays = partial(store.arrays, stage=index)
         self.core.hold_adapter = store.arrays
         return store
 

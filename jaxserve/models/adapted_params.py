@@ -104,9 +104,9 @@ def _with_scales(new: Params, params: Params, axes: Mapping[str, MeshAxes | None
 
 
 def _tables(params: Params) -> Params:
-    """Return embedding and output projection, which may be the same matrix."""
+    """Return embedding and output projection, which may be the same matrix; none in pipeline stages without both."""
     ([embed], [head]) = EMBED, HEAD
-    return {embed: params[embed], head: params.get(head, params[embed])}
+    return {} if embed not in params else {embed: params[embed], head: params.get(head, params[embed])}
 
 
 def _map_layers(change: Layer, change_stacked: Layer, layers: Any, adapters: Any) -> Any:

@@ -139,7 +139,12 @@ def adapted_specs(arch: ArchConfig, local: ArchConfig, extras: Collection[str]) 
 
 
 def embeddings(arch: ArchConfig) -> list[ParamSpec]:
-    """Return the specs for embedding and output projection; tied ones are separate, as adapters may change only one."""
+    """Return the specs for embedding and output projection; tied ones are separate, as adapters may change only one.
+
+    Adapters do not change those in pipeline stages.
+    """
+    if not arch.stage.is_whole:
+        return []
     specs = {spec.path: spec for spec in registry.param_specs(arch)}
     embed = specs[EMBED]
     tied = dataclasses.replace(embed, path=HEAD, hf_names=(f"{registry.family(arch).names.head}.weight",))

@@ -153,13 +153,22 @@ class AdapterLayout:
         b = packed_linear.abstract(count * sum(sizes), self.rank, self.dtype, num_matrices=count, gated=each.spec.gated)
         return a.weights.shape, b.weights.shape
 
-    def place(self, adapter: AdapterFile, arch: ArchConfig, mesh: Mesh | None) -> Params:
+    def place(
+        self, adapter: AdapterFile, arch: ArchConfig, mesh: Mesh | None, model: ArchConfig | None = None
+    ) -> Params:
         """Return an adapter's arrays on the host, in the shapes that `abstract` returns for a layout with one slot.
+
+        Args:
+            adapter: the adapter.
+            arch: sizes of the whole model, or of a pipeline stage.
+            mesh: devices over which it is split; None for one device.
+            model: sizes of the whole model if `arch` is a stage.
 
         Raises:
             ConfigError: a module is not in the model, or has other sizes; see `AdapterCheck`.
         """
-        check = AdapterCheck(arch, self.specs(arch, arch), self.max_rank, self.extras)
+        model = model or arch
+        check = AdapterCheck(model, self.specs(model, model), self.max_rank, self.extras)
         found, matrices, trained = check.modules(adapter), check.matrices(adapter), check.tokens(adapter)
 
         def factors(each: AdaptedSpec) -> Factors | ExpertFactors:

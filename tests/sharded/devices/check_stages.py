@@ -7,23 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from jaxserve import LLM, LoRARequest
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError
+from jaxserve.models.adapted_specs import adapted_specs
 from jaxserve.models.params import Params
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import STATE_TYPES, write_checkpoint
 from tests.e2e.workloads import Job, assert_bitwise, few_but_rich, generate, jobs, run, tokens
 from tests.parameters import mainly
 from tests.random_runs import examples
 from tests.sharded.devices.sizes import MODEL, SIZES
+from tests.tiny_tokenizers import byte_level, write
 
 LAYERS = 5  # no number of stages divides them
 # DeepSeek's first layers are dense; Gemma's windows alternate; the hybrid ones have few layers with attention.
 OTHERS = ("gpt2", "gemma3", "olmoe", "deepseek_v3", "gpt_oss", "qwen3_next", "granite_moe_hybrid")
+STATE_FAMILIES = OTHERS[-2:]
+HYBRID = {"num_hidden_layers": LAYERS, "layer_types": [*STATE_TYPES * 2, STATE_TYPES[0]]}  # the last is recurrent
 STAGE_SIZES = SIZES | {"multi_step": 1}
 
 Start = Callable[..., DrivenEngine]
@@ -76,7 +82,7 @@ class TestAnyWorkload:
 
 @pytest.mark.parametrize("family", mainly(["deepseek_v3"], *OTHERS))
 def test_other_families_have_the_bits_of_one_stage(tmp_path: Path, family: str) -> None:
-    write_checkpoint(tmp_path, family)
+    write_checkpoint(tmp_path, family, **HYBRID if family in STATE_FAMILIES else {})
     workload = [
         Job(tokens(length, length), SamplingParams(temperature=0.8 * (index % 2), seed=index, max_tokens=9, logprobs=2))
         for index, length in enumerate((3, 20, 11, 27, 9, 16))
@@ -85,6 +91,64 @@ def test_other_families_have_the_bits_of_one_stage(tmp_path: Path, family: str) 
         DrivenEngine(EngineConfig(str(tmp_path), pipeline_parallel_size=count, **STAGE_SIZES)) for count in (1, 2)
     ]
     assert_all_bitwise(*engines, workload)
+    for engine in engines:
+        engine.close()
+
+
+EXTRAS = ("lora_bias", "use_dora")
+
+
+@pytest.mark.parametrize("num_devices", mainly([1], 2))
+def test_adapters_have_the_bits_of_one_stage(tmp_path: Path, num_devices: int) -> None:
+    write_checkpoint(tmp_path, "llama", **MODEL | {"num_hidden_layers": LAYERS})
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    prompts: list[Any] = [{"prompt_token_ids": tokens(count, count)} for count in (9, 5, 20, 11)]
+    requests, outputs = [LoRARequest("a"), LoRARequest("b"), None, LoRARequest("a")], []
+    for count in (1, 2):
+        lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 4, "lora_extras": EXTRAS}
+        sizes = {"pipeline_parallel_size": count, "tensor_parallel_size": num_devices}
+        llm = LLM.over(DrivenEngine(EngineConfig(str(tmp_path), **STAGE_SIZES | lora | sizes)))
+        for seed, name in enumerate("ab"):
+            llm.update_lora(name, factors(llm, seed), {"r": 4, "lora_alpha": 4, "use_dora": True})
+        outputs.append(llm.generate(prompts, params, use_tqdm=False, lora_request=requests))
+        llm.close()
+    for wanted, output in zip(*outputs, strict=True):
+        assert_bitwise(output, wanted)
+
+
+def factors(llm: LLM, seed: int) -> dict[str, np.ndarray]:
+    """Return random factors and magnitudes for all matrices in layers, by PEFT's names."""
+    rng, arch, found = np.random.default_rng(seed), llm.engine.arch, {}
+    for each in adapted_specs(arch, arch, EXTRAS):
+        for part in each.parts:
+            prefix, num_rows = f"base_model.model.{part.module}", each.num_rows(part)
+            sizes = {"lora_A.weight": (4, each.spec.shape[1]), "lora_B.weight": (num_rows, 4)}
+            for name, shape in (sizes | {"lora_magnitude_vector": (num_rows,)}).items():
+                found[f"{prefix}.{name}"] = (0.2 * rng.normal(size=shape)).astype(np.float32)
+    return found
+
+
+def test_structured_outputs_have_the_bits_of_one_stage(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    write_checkpoint(tmp_path, "llama", **MODEL | {"num_hidden_layers": LAYERS, "vocab_size": 331})
+    write(tmp_path, byte_level(320))
+    form = {"regex": "[a-z]{8}[0-9]{20}"}
+    workload = [
+        Job(
+            tokens(9, seed),
+            SamplingParams(seed=seed, max_tokens=20, logprobs=2, structured_outputs=form if seed % 2 else None),
+            arrival=seed,
+        )
+        for seed in range(5)
+    ]
+    engines = [
+        DrivenEngine(
+            EngineConfig(str(tmp_path), pipeline_parallel_size=count, **STAGE_SIZES | {"skip_tokenizer_init": False})
+        )
+        for count in (1, 3)
+    ]
+    assert_all_bitwise(*engines, workload)
+    assert engines[1].stats.num_compiles == 0
     for engine in engines:
         engine.close()
 
@@ -181,7 +245,10 @@ def test_a_failed_stage_loses_no_later_request(start_stages: Start, monkeypatch:
         ({"pipeline_parallel_size": 5, "tensor_parallel_size": 2}, "got 2 x 5 x 1 and 8"),
         ({"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}}, "speculative_config must be None"),
         ({"pipeline_parallel_size": 2, "kv_offloading_size": 1}, "kv_offloading_size must be None"),
-        ({"pipeline_parallel_size": 2, "enable_lora": True}, "enable_lora must be False"),
+        (
+            {"pipeline_parallel_size": 2, "enable_lora": True, "lora_extras": ["embeddings"]},
+            "lora_extras must not have 'embeddings'",
+        ),
         ({"pipeline_parallel_size": 2, "multi_step": 4}, "multi_step must be 'auto' or 1"),
         ({"pipeline_parallel_size": 2, "runner": "pooling"}, "must be 1 for models that pool"),
     ],
