@@ -30,7 +30,7 @@ class SlowMover:
         self.counts = dict.fromkeys(["loads", "stores", "copies", "loaded", "stored", "copied", "kept"], 0)
 
     def new_tiers(self):
-        names = LOWER_TIERS[-len(self.num_pages) :]
+        names = LOWER_TIERS[:2][-len(self.num_pages) :]
         return [StoredPages(*each, state_pages=2) for each in zip(names, self.num_pages, strict=True)]
 
     def keep_states(self, kept):

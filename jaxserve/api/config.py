@@ -11,6 +11,7 @@ from typing import Any, no_type_check
 from jaxserve.api.chat_options import ChatOptions, read_template
 from jaxserve.api.embedded import embedded_model
 from jaxserve.api.kv_events_config import KVEventsConfig
+from jaxserve.api.kv_store_config import ROLES, KVStoreConfig
 from jaxserve.api.lora_request import LORA_EXTRAS
 from jaxserve.api.option_checks import check_combinations
 from jaxserve.api.option_values import read_max_images, read_object, read_targets, read_tenant_weights
@@ -157,6 +158,11 @@ class EngineConfig:
             crash or in a later engine with the same weights and page layout. It holds keys and values of users'
             prompts, readable only by this user. None keeps no pages on disk.
         kv_offloading_disk_size: maximum size of each file in GiB; the least recently used pages are evicted.
+        kv_store: directory or Redis server in which engines with the same weights share cached pages: a URL, a
+            KVStoreConfig, or its fields as a dict or as JSON. Pages are copied there after the other tiers, and found
+            by the content of a prompt. A Redis server needs the extra `redis`. None shares none.
+        kv_role: "kv_consumer" only reads pages from `kv_store`; "kv_producer" also writes them, and a router has it
+            compute long prompts for others; "kv_both" reads and writes.
         max_saved_sessions: maximum number of conversations (`LLM.sessions`) that each owner of a key may have saved.
         saved_sessions_size: maximum total size of an owner's saved conversations in GiB; 1,000 tokens take about 6 KB.
         kv_eviction: budget for each sequence's keys and values: an EvictionConfig, or its fields as a dict or as JSON,
@@ -259,6 +265,8 @@ class EngineConfig:
     kv_offloading_size: float | None = None
     kv_offloading_path: str | None = None
     kv_offloading_disk_size: float = 8.0
+    kv_store: str | Mapping[str, Any] | KVStoreConfig | None = None
+    kv_role: str = "kv_both"
     max_saved_sessions: int = 1000
     saved_sessions_size: float = 1.0
     kv_eviction: str | Mapping[str, Any] | EvictionConfig | None = None
@@ -306,6 +314,7 @@ class EngineConfig:
         vars(self)["sparse_attention"] = read_budget(SparseAttentionConfig, self.sparse_attention)
         vars(self)["lora_extras"] = tuple(self.lora_extras)
         vars(self)["allowed_media_domains"] = tuple(self.allowed_media_domains)
+        vars(self)["kv_store"] = KVStoreConfig.from_value(self.kv_store)
         vars(self)["kv_events_config"] = KVEventsConfig.from_value(self.kv_events_config)
         check_combinations(self)
 
@@ -320,12 +329,24 @@ class EngineConfig:
         """Name of the option that requests tiers below device memory; None without any."""
         if self.kv_offloading_path is not None:
             return "kv_offloading_path"
+        if self.kv_store is not None:
+            return "kv_store"
         return "kv_offloading_size" if self.kv_offloading_size else None
 
     @property
     def num_devices(self) -> int:
         """Number of devices of all replicas."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def keeps_pages(self) -> bool:
+        """True if cached pages outlive the engine."""
+        return self.kv_offloading_path is not None or self.kv_store is not None
+
+    @property
+    def store(self) -> KVStoreConfig | None:
+        """Shared store of pages; None without one."""
+        return KVStoreConfig.from_value(self.kv_store)
 
     @property
     def num_data_shards(self) -> int:
@@ -439,6 +460,7 @@ _SCHEMA = Schema(
         "max_logprobs": integer(-1, words="an integer of 0 or more, or -1 for the whole vocabulary"),
         "scheduling_policy": one_of(("fcfs", "priority")),
         "gpu_memory_utilization": number(0, 1, excludes_low=True),
+        "kv_role": one_of(ROLES),
         "kv_offloading_size": number(0).optional(),
         "kv_offloading_disk_size": number(0, excludes_low=True),
         "max_saved_sessions": integer(1),

@@ -36,6 +36,8 @@ def _check_tiers(config: EngineConfig) -> None:
                 f"{name} needs kv_offloading_path, the directory of the pages, got only {value}; drop it, or name a "
                 "directory"
             )
+    if config.kv_store is None and config.kv_role != type(config).kv_role:
+        raise ConfigError(f"kv_role needs kv_store, got only {config.kv_role!r}; name the store that engines share")
     if (option := config.offloading_option) is None:
         return
     _require(

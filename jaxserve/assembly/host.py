@@ -20,7 +20,7 @@ from jaxserve.assembly.build import build_executors, check_sizes, naming_exhaust
 from jaxserve.assembly.device_state import Devices, NewWeights
 from jaxserve.assembly.lock_step import fail_others, follow, require_same_options
 from jaxserve.assembly.memory import claim_memory
-from jaxserve.assembly.page_tiers import build_movers, check_model
+from jaxserve.assembly.page_tiers import build_movers, check_model, new_lookups
 from jaxserve.assembly.parameters import adapter_layout
 from jaxserve.assembly.weights_content import WeightsContent
 from jaxserve.core.core import EngineCore
@@ -94,7 +94,7 @@ class CoreHost:
         content = None
         if executors is None:
             check_model(config, arch, is_distributed=self.peers is not None)
-            content = None if config.kv_offloading_path is None else WeightsContent(config.model_path)
+            content = WeightsContent(config.model_path) if config.keeps_pages else None
             with naming_exhaustion(config):
                 executors = build_executors(config, arch, self.peers)
         stages = [executor.stages for executor in executors if isinstance(executor, Runner | Pipeline)]
@@ -114,6 +114,7 @@ class CoreHost:
             )
         ]
         self.core = EngineCore(replicas, step_ahead=config.step_ahead, on_failure=partial(fail_others, self.peers))
+        self.core.lookups = new_lookups(config, movers[0], self.schedule)
         self.outbox, self.send = self.core.outbox, self.core.inbox.append
         own = weakref.ref(self)  # an abandoned engine is freed without the garbage collector
         self.driver = CoreThread(self.core, lambda: host.close() if (host := own()) is not None else None)
@@ -250,6 +251,8 @@ class CoreHost:
                 replica.mover.close()
             if replica.publisher is not None:
                 replica.publisher.close()
+        if self.core.lookups is not None:
+            self.core.lookups.close()
 
     def close(self) -> None:
         """Abort all requests and free all memory; the ends of requests stay in the outbox."""

@@ -12,8 +12,10 @@ import jax
 
 from jaxserve import weights
 from jaxserve.api.config import EngineConfig
+from jaxserve.api.kv_store_config import CONSUMER
 from jaxserve.api.metrics import EngineStats
 from jaxserve.assembly.parameters import compute_dtype, storage_name
+from jaxserve.core.prefix_lookups import PrefixLookups
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.page_bytes import PageBytes
@@ -22,12 +24,15 @@ from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.program_store import described
 from jaxserve.execution.proposer import PagedProposer
 from jaxserve.execution.runner import Runner
+from jaxserve.execution.store_pages import StorePages
 from jaxserve.layers.kv_forms import HeadVectors, MixedHeads
 from jaxserve.layers.sharding import tensor_size
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.scheduling.kv_cache.page_archive import PageArchive
+from jaxserve.scheduling.kv_cache.shared_store import Seal
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +94,7 @@ def layer_content(config: EngineConfig) -> bytes:
     Keys and values of the layer are stored with the pages.
     """
     speculation = config.speculation
-    if config.kv_offloading_path is None or speculation is None or speculation.model is None:
+    if not config.keeps_pages or speculation is None or speculation.model is None:
         return b""
     with registry.config_errors():
         return weights.content_digest(speculation.model)
@@ -120,7 +125,30 @@ def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats, conte
             return archive
 
         media.append(DiskPages(open_archive, page_bytes, state_bytes, stats))
+    if (store := config.store) is not None:
+        seal_key = store.read_key()
+        num_pages = _num_pages("size_gib of kv_store", store.size_gib, page_bytes.size, 1)
+        media.append(
+            StorePages(
+                store,
+                lambda: Seal(seal_key, fingerprint(content(), config, lowering)),
+                num_pages,
+                page_bytes,
+                state_bytes,
+                stats,
+                writes=config.kv_role != CONSUMER,
+            )
+        )
     return PageMover(runner, media, stats)
+
+
+def new_lookups(config: EngineConfig, mover: PageMover | None, schedule: ScheduleConfig) -> PrefixLookups | None:
+    """Return the lookups in the shared store, by the first replica's connection; None without a store."""
+    if mover is None or config.kv_store is None:
+        return None
+    store = mover.media[-1]
+    assert isinstance(store, StorePages), "the store is the last tier"
+    return PrefixLookups(len(mover.media), schedule.kv_groups, store.find)
 
 
 def _num_pages(option: str, size_gib: float, page_bytes: int, state_pages: int) -> int:

@@ -21,6 +21,7 @@ from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 
 if TYPE_CHECKING:
     from jaxserve.api.metrics import StepStats
+    from jaxserve.core.prefix_lookups import PrefixLookups
     from jaxserve.scheduling.step_plan import StepPlan
 
 
@@ -36,6 +37,7 @@ class EngineCore:
         outbox: deltas in order, taken by `Frontend.deliver`; an exception means that all requests are lost.
         num_taken: number of events taken from the inbox.
         last_steps: step statistics of all replicas, written since the second last `step` that did anything.
+        lookups: asks a shared store for new prompts' pages before they are queued; None without a store.
         hold_adapter: makes an adapter, by digest, ready for steps as long as a request has it; raises an error if it
             cannot.
     """
@@ -49,6 +51,8 @@ class EngineCore:
         self.num_taken = 0
         self.last_steps: list[StepStats] = []
         self.hold_adapter: Callable[[str], object] = _hold_nothing
+        self.lookups: PrefixLookups | None = None
+        self._looking: dict[int, Request] = {}  # unfinished requests whose lookup has not ended
         self._step_ahead, self._on_failure = step_ahead, on_failure
         self._is_shared = len(replicas) > 1  # no replica may block this thread for the others
         self._balancer = Balancer(replicas, dict(replicas[0].scheduler.policy.weights))
@@ -140,6 +144,8 @@ class EngineCore:
                 self._take(self.inbox.popleft())
             finally:
                 self.num_taken += 1  # last, because `has_work` does not know of it before
+        if self._looking:
+            self._take_looked()
         for replica in self.replicas:
             self._settle(replica)
 
@@ -148,17 +154,34 @@ class EngineCore:
         match event:
             case Submitted(requests):
                 self._requests.update({request.key: request for request in requests})
-                self._balancer.add([request for request in requests if self._has_adapter(request)])
+                self._queue([request for request in requests if self._has_adapter(request)])
             case Cancelled(keys, reason):
                 self._finish(keys, reason)
             case CacheReset():
                 for replica in self.replicas:
                     replica.reset_prefix_cache()
             case Transferred():
-                self.replicas[event.replica].transferred(event)
+                self.replicas[event.replica].note_tiers(event)
             case DraftsAllowed(is_allowed):
                 for replica in self.replicas:
                     replica.chooser.may_draft = is_allowed
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        """Queue new requests, after a lookup if there is a shared store."""
+        if self.lookups is None or not requests:
+            self._balancer.add(requests)
+            return
+        self._looking |= {request.key: request for request in requests}
+        self.lookups.begin(requests)
+
+    def _take_looked(self) -> None:
+        """Queue the requests whose lookups have ended."""
+        assert self.lookups is not None, "lookups have begun"
+        for requests, found in self.lookups.take_ended():
+            if found is not None:
+                for replica in self.replicas:
+                    replica.note_tiers(found)
+            self._balancer.add([request for request in requests if self._looking.pop(request.key, None) is not None])
 
     def _has_adapter(self, request: Request) -> bool:
         """Return whether a new request's adapter is ready; otherwise end the request.
@@ -191,6 +214,7 @@ class EngineCore:
     def lose_all(self, error: BaseException) -> None:
         """Forget all requests and events, and report `error` to the outbox, if requests cannot even be ended."""
         self._requests.clear()
+        self._looking.clear()
         while self.inbox:
             self.inbox.popleft()
             self.num_taken += 1
@@ -200,7 +224,8 @@ class EngineCore:
         """Raise AssertionError if a page, slot or request is lost or shared."""
         for replica in self.replicas:
             replica.scheduler.check_integrity()
-        self._balancer.check_integrity(request.request_id for request in self._requests.values())
+        queued = (request for key, request in self._requests.items() if key not in self._looking)
+        self._balancer.check_integrity(request.request_id for request in queued)
 
     def _read(self, replica: Replica) -> None:
         """Wait for a replica's oldest step in flight, put its tokens in the outbox, and forget the requests that they
@@ -265,6 +290,7 @@ class EngineCore:
         ended = [Ended(key, reason, known[key].num_preemptions if key in known else 0) for key in keys]
         self.outbox.append(Delta(self._now_s, ended=ended, error=error))
         for key, request in known.items():
+            self._looking.pop(key, None)
             self._balancer.finish(request, reason)
             del self._requests[key]
 

@@ -137,15 +137,27 @@ def event_from_json(content: list[Any]) -> ReplicaEvent:
 def _tier_to_json(tier: StoredPages) -> list[Any]:
     """Return a tier's properties and content, in types that JSON has."""
     keys = [[group, content.hex()] for group, content in tier.keys]
-    return [tier.name, tier.num_pages, tier.outlives_device, keys, tier.state_pages]
+    return [tier.name, tier.num_pages, tier.outlives_device, keys, tier.state_pages, tier.is_read_only]
 
 
 def _read_tier(
-    name: str, num_pages: int, outlives_device: bool, keys: list[list[Any]], state_pages: int = 1
+    name: str,
+    num_pages: int,
+    outlives_device: bool,
+    keys: list[list[Any]],
+    state_pages: int = 1,
+    is_read_only: bool = False,
 ) -> StoredPages:
     """Return the tier that `_tier_to_json` has written."""
     found = [PageKey(group, bytes.fromhex(content)) for group, content in keys]
-    return StoredPages(name, num_pages, found, outlives_device=outlives_device, state_pages=state_pages)
+    return StoredPages(
+        name,
+        num_pages,
+        found,
+        outlives_device=outlives_device,
+        state_pages=state_pages,
+        is_read_only=is_read_only,
+    )
 
 
 def _field_to_json(field: Any) -> Any:

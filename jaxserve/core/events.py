@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxserve.scheduling.kv_cache.stored_pages import PageKey
 from jaxserve.scheduling.request import FinishReason, Request
 
 if TYPE_CHECKING:
@@ -89,6 +90,14 @@ class Updated(NamedTuple):
     token_ids: Sequence[list[int]]
 
 
+class Found(NamedTuple):
+    """A lower tier, which others write, too, was asked for the pages of a prompt."""
+
+    tier: int  # its number
+    present: Sequence[tuple[int, str]]  # group and hash, in hexadecimal, of the pages that it has
+    absent: Sequence[tuple[int, str]]  # those that it has not
+
+
 class Extended(NamedTuple):
     """A request continues with tokens that no plan has sampled."""
 
@@ -107,7 +116,17 @@ class WeightsRead(NamedTuple):
 
 
 ReplicaEvent = (
-    Added | Finished | Withdrawn | CacheReset | Transferred | Scheduled | Updated | Extended | Recovered | WeightsRead
+    Added
+    | Finished
+    | Withdrawn
+    | CacheReset
+    | Transferred
+    | Found
+    | Scheduled
+    | Updated
+    | Extended
+    | Recovered
+    | WeightsRead
 )
 Record = Callable[[ReplicaEvent], None]
 
@@ -141,8 +160,8 @@ def replay(
                 scheduler.withdraw()
             case CacheReset():
                 scheduler.reset_prefix_cache()
-            case Transferred(keys, ok):
-                scheduler.transferred(keys, ok=ok)
+            case Transferred() | Found():
+                note_tiers(event, scheduler)
             case Scheduled():
                 plan, digest = _plan_again(event, scheduler, digest, num_plans)
                 if plan is not None and event.program is not None:
@@ -160,6 +179,20 @@ def replay(
             case WeightsRead(path):
                 read_weights(path)
     return num_plans
+
+
+def note_tiers(event: Transferred | Found, scheduler: Scheduler) -> None:
+    """Pass an event about lower tiers to a scheduler."""
+    match event:
+        case Transferred(keys, ok):
+            scheduler.transferred(keys, ok=ok)
+        case Found(tier, present, absent):
+            scheduler.found(tier, _page_keys(present), _page_keys(absent))
+
+
+def _page_keys(named: Sequence[Sequence[Any]]) -> list[PageKey]:
+    """Return the keys of pages in a `Found` event."""
+    return [PageKey(group, bytes.fromhex(page_hash)) for group, page_hash in named]
 
 
 def _plan_again(event: Scheduled, scheduler: Scheduler, digest: int, num_plans: int) -> tuple[StepPlan | None, int]:

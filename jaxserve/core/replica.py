@@ -16,6 +16,7 @@ from jaxserve.core.events import (
     CacheReset,
     Extended,
     Finished,
+    Found,
     Record,
     Recovered,
     ReplicaEvent,
@@ -23,6 +24,7 @@ from jaxserve.core.events import (
     Transferred,
     Updated,
     Withdrawn,
+    note_tiers,
 )
 from jaxserve.core.kv_publisher import KVPublisher
 from jaxserve.core.step_chooser import StepChooser
@@ -146,9 +148,9 @@ class Replica:
         self.scheduler.reset_prefix_cache()
         self._record_event(CacheReset())
 
-    def transferred(self, event: Transferred) -> None:
-        """Pass the end of page moves between tiers to the scheduler."""
-        self.scheduler.transferred(event.keys, ok=event.ok)
+    def note_tiers(self, event: Transferred | Found) -> None:
+        """Pass an event about lower tiers to the scheduler."""
+        note_tiers(event, self.scheduler)
         self._record_event(event)
 
     def move_pages(self) -> None:
@@ -162,7 +164,7 @@ class Replica:
         while not is_settled:
             self.mover.start_moves(self.scheduler.take_moves())
             for keys, ok in self.mover.take_ended():
-                self.transferred(Transferred(keys, ok))
+                self.note_tiers(Transferred(keys, ok))
             is_settled = not self.scheduler.has_moves
 
     def publish_events(self) -> None:

@@ -31,7 +31,7 @@ MAX_UNWRITTEN_PAGES = 1024  # pages that wait for the file; with more, pages are
 NEW_FRACTION = 1 / 16  # weight of the last read in the mean time to read a page
 HALF_LIFE_S = 20.0  # for that mean while nothing is read
 SYNC_S = 120.0  # maximum time to wait for the disk
-_counting = threading.Lock()  # held to add to the totals, as several I/O threads have the same ones
+counting = threading.Lock()  # held to add to the totals, as several I/O threads have the same ones
 
 
 @runtime_checkable
@@ -55,6 +55,9 @@ class Medium(Protocol):
 
     def page_s(self) -> float:
         """Return the measured time to read a page; 0 if there is no measurement."""
+
+    def poll(self) -> None:
+        """End work that has taken too long, without its result."""
 
     def delete(self, key: PageKey) -> None:
         """Delete a page."""
@@ -95,7 +98,7 @@ class HostPages:
     def put(self, key: PageKey, page: Page, done: Callable[[bool], None]) -> bool:
         """Keep a page."""
         self._pages[key] = page
-        with _counting:
+        with counting:
             self._stats.num_stored_pages += 1
         done(True)
         return True
@@ -103,11 +106,14 @@ class HostPages:
     def get(self, key: PageKey, done: Callable[[Page | None], None]) -> None:
         """Return a page; None if its copy to host memory has failed."""
         page = self._pages.get(key)
-        done(page if page and _is_whole(page) else None)
+        done(page if page and is_whole(page) else None)
 
     def page_s(self) -> float:
         """Return 0: the page is there."""
         return 0.0
+
+    def poll(self) -> None:
+        """Do nothing: no work takes long."""
 
     def delete(self, key: PageKey) -> None:
         """Free a page; a copy to another tier may still use it."""
@@ -171,13 +177,16 @@ class DiskPages:
     def get(self, key: PageKey, done: Callable[[Page | None], None]) -> None:
         """Return a page that waits for the file, or have the thread read it."""
         if (page := self._unwritten.get(key)) is not None:
-            done(page if _is_whole(page) else None)
+            done(page if is_whole(page) else None)
         else:
             self._submit(self._reads, lambda: done(self._read(key)))
 
     def page_s(self) -> float:
         """Return the mean time to read a page; without new reads it decays, so that a slow disk is tried again."""
         return self._read_s * 0.5 ** ((time.monotonic() - self._measured_s) / HALF_LIFE_S)
+
+    def poll(self) -> None:
+        """Do nothing: a slow disk counts as such by `page_s`."""
 
     def delete(self, key: PageKey) -> None:
         """Have the thread delete a page."""
@@ -235,7 +244,7 @@ class DiskPages:
             is_stored = False
         if self._unwritten.get(key) is page:
             del self._unwritten[key]
-        with _counting:
+        with counting:
             self._stats.num_stored_pages += is_stored
         return is_stored
 
@@ -247,7 +256,7 @@ class DiskPages:
         self._measured_s = time.monotonic()
         page_s = (self._measured_s - started_s) / (self._sliced.num_slices if key.group == STATES else 1)
         self._read_s += (page_s - self._read_s) * (NEW_FRACTION if self._read_s else 1)
-        with _counting:
+        with counting:
             self._stats.num_corrupt_pages += self._archive.num_corrupt - num_corrupt
         return None if content is None else self._bytes_of(key).unpack(content)
 
@@ -271,7 +280,7 @@ class DiskPages:
         return self._page_bytes if key.group != STATES or self._state_bytes is None else self._state_bytes
 
 
-def _is_whole(page: Page) -> bool:
+def is_whole(page: Page) -> bool:
     """Return whether a page was copied from the device, or will be."""
     leaves: list[Any] = [leaf for leaf in page if isinstance(leaf, jax.Array)]
     try:

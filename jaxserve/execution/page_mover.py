@@ -40,10 +40,13 @@ class PageMover:
         runner: owner of the pool.
         media: media of the lower tiers, the next one first.
         stats: totals to which moved pages are added.
+
+    Attributes:
+        media: see above.
     """
 
     def __init__(self, runner: Runner, media: Sequence[Medium], stats: EngineStats) -> None:
-        self._runner, self._media, self._stats = runner, media, stats
+        self._runner, self.media, self._stats = runner, media, stats
         programs, lowering = runner.programs.compile_page_movers(), runner.programs.lowering
         self._kv = MovedPools("pages", kv_access(lowering.proposer), programs, MOVED_PAGES)
         self._num_slots = lowering.schedule.max_num_seqs  # whose states come before the snapshots
@@ -59,7 +62,7 @@ class PageMover:
 
     def new_tiers(self) -> list[StoredPages]:
         """Return the scheduler's indices of the media's pages."""
-        return [medium.new_tier() for medium in self._media]
+        return [medium.new_tier() for medium in self.media]
 
     def keep_states(self, kept: Sequence[tuple[int, int]]) -> None:
         """Copy the states of rows that a plan has swapped out, as (slot, page), before its step."""
@@ -97,7 +100,7 @@ class PageMover:
 
     def page_s(self) -> list[float]:
         """Return the time to load a page from each medium: measured reads, and the copy to the device."""
-        return [medium.page_s() + self._copy_s for medium in self._media]
+        return [medium.page_s() + self._copy_s for medium in self.media]
 
     def _measure(self) -> float:
         """Return the time to copy a page to the device, after first runs of both programs; the pool is not changed."""
@@ -120,7 +123,7 @@ class PageMover:
 
     def _medium(self, tier: int) -> Medium:
         """Return the medium of a lower tier."""
-        return self._media[tier - 1]
+        return self.media[tier - 1]
 
     def _gather(self, moves: Sequence[Move]) -> dict[int, Page]:
         """Dispatch the copies of device pages to host memory, and return them by the keys of their moves."""
@@ -141,11 +144,11 @@ class PageMover:
         """Empty the media if all content is deleted, and let them use other weights before their next pages."""
         if is_cleared:
             self._is_cleared = True
-            for medium in self._media:
+            for medium in self.media:
                 medium.clear()
         if are_used and self._is_cleared:  # not earlier: the weights may be replaced or asleep until a step
             self._is_cleared = False
-            for medium in self._media:
+            for medium in self.media:
                 medium.use_weights()
 
     def _store(self, move: Move, page: Page | None) -> bool:
@@ -176,6 +179,8 @@ class PageMover:
 
     def take_ended(self) -> list[EndedMoves]:
         """Return the moves that have ended since the last call, after dispatching the copies of loaded pages."""
+        for medium in self.media:
+            medium.poll()
         if not (self._read or self._copied or self._ended):
             return []
         for move, ok in _taken(self._copied):
@@ -196,20 +201,20 @@ class PageMover:
 
     def sync(self) -> None:
         """Write the pages stored so far durably; callable from any thread."""
-        for medium in self._media:
+        for medium in self.media:
             medium.sync()
 
     def forget(self) -> None:
         """Forget all moves, after a failure: none of them writes to a device page any more."""
         self._loading.clear()
         self._ended = []
-        for medium in self._media:
+        for medium in self.media:
             medium.forget_device()
 
     def close(self) -> None:
         """Complete the stores and free all resources; later moves fail. Has no effect the second time."""
         self._is_closed = True
-        for medium in self._media:
+        for medium in self.media:
             medium.close()
 
 

@@ -106,6 +106,9 @@ class Request:
     read_prefix_cache: Given[bool] = True  # False if every prompt position must be computed (prompt_logprobs)
     # True if its last page is cached although not full, for others to copy (beams)
     shares_last_page: Given[bool] = False
+    # True if its prompt's last page is cached without the last token, for an engine that computes only this one
+    sends_prompt: Given[bool] = False
+    takes_prompt: Given[bool] = False  # True if another engine may have cached such a page for it
     reuse: Given[ReuseHint | None] = None  # expected next use of its pages
     waits_for_tokens: Given[bool] = False  # True if each token must be read before the next is sampled
     may_be_extended: Given[bool] = False  # True if tokens may be appended: each token is read before it is computed

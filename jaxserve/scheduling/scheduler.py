@@ -48,7 +48,7 @@ from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.encoder_cache import EncoderCache
 from jaxserve.scheduling.kv_cache.page_events import PageEvents
 from jaxserve.scheduling.kv_cache.page_store import PageStore
-from jaxserve.scheduling.kv_cache.stored_pages import StoredPages
+from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 from jaxserve.scheduling.kv_cache.transfers import Requested, Transfers
 from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.planning import StepPlanner, join
@@ -279,6 +279,10 @@ class Scheduler:
         """
         for shard in self.shards:
             shard.transferred(keys, ok=ok)
+
+    def found(self, tier: int, present: Sequence[PageKey], absent: Sequence[PageKey]) -> None:
+        """Note which pages a lower tier was found to have; see `Transfers.found`."""
+        self._transfers.found(tier, present, absent)
 
     @property
     def has_moves(self) -> bool:

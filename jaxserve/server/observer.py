@@ -201,6 +201,7 @@ class Observer(Collector):
         yield counter("vllm:prompt_tokens_by_source", sources, "source")
         places = dict.fromkeys(("device", "host", "p2p", "disk", "external_unspecified"), 0)
         places |= asdict(stats.cached_tokens)
+        places["external_unspecified"] = places.pop("store")  # vLLM's name
         yield counter("vllm:prompt_tokens_cached_by_source", places, "source")
         yield counter("vllm:request_success", self._finished, "finished_reason")
         yield _family(CounterMetricFamily, by_model, "vllm:admission_rejections", self.rejections, "reason")

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
@@ -88,7 +89,7 @@ class SessionCalls:
     async def _restore(self, name: str, call: Call) -> None:
         """Load a saved session's pages, and compute the missing ones."""
         session, cached, num_computed = await self._restored(call, name)
-        by_tier = {"device": cached.device, "host": cached.host, "disk": cached.disk}
+        by_tier = asdict(cached)
         counts = {"cached_tokens": cached.total, "cached_tokens_by_tier": by_tier, "num_computed_tokens": num_computed}
         await call.send_json(_described(session) | counts)
 

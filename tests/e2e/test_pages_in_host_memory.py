@@ -60,7 +60,7 @@ def test_pages_that_leave_host_memory_come_back_from_disk(
     assert num_computed <= num_new + 4 * 3 * SIZES["page_size"]
     mover = engine.replicas[0].mover
     assert isinstance(mover, PageMover)
-    host = mover._media[0]
+    host = mover.media[0]
     assert isinstance(host, HostPages)
     assert 0 < len(host._pages) <= num_host_pages
     assert not engine.replicas[0].scheduler.has_moves, "an idle engine starts no moves"

@@ -84,7 +84,7 @@ def disk_of(engine: DrivenEngine) -> DiskPages:
     """Return an engine's pages on disk."""
     mover = engine.replicas[0].mover
     assert isinstance(mover, PageMover)
-    disk = mover._media[-1]
+    disk = mover.media[-1]
     assert isinstance(disk, DiskPages)
     return disk
 

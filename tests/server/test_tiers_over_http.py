@@ -51,7 +51,7 @@ def test_usage_and_metrics_name_the_tier(server: Running) -> None:
     flood(server)
     by_source = "vllm:prompt_tokens_cached_by_source_total"
     before = {tier: values(server, by_source, source=tier) for tier in ("device", "disk")}
-    by_tier = {"device": 0, "host": 0, "disk": num_cached}
+    by_tier = {"device": 0, "host": 0, "disk": num_cached, "store": 0}
     assert usage(server) == {"cached_tokens": num_cached, "cached_tokens_by_tier": by_tier}
     assert values(server, by_source, source="disk") == before["disk"] + num_cached
     assert values(server, by_source, source="device") == before["device"]

@@ -185,6 +185,8 @@ class PageStore:
         # A preempted request's last output token may end a page that is already registered.
         num_tokens = max(min(request.num_computed_tokens, num_certain), request.num_registered_blocks * self.page_size)
         num_tokens = self._groups.num_shareable(num_tokens, request.num_prompt_tokens)
+        if request.sends_prompt:
+            num_tokens = min(num_tokens, request.num_prompt_tokens - 1)
         block = num_tokens // self.page_size
         self.register_blocks(request, block)
         is_shared = not request.num_hidden_blocks and request not in self.unshared
@@ -192,7 +194,7 @@ class PageStore:
         request.num_kept_tokens = num_in_tail = 0
         if keep and is_shared:
             num_in_tail = self._keep_tail(request, block, num_tokens)
-        elif request.shares_last_page and is_shared:
+        elif (request.shares_last_page or request.sends_prompt) and is_shared:
             self._register_last(request, num_tokens, request.pages[block * self._groups.size :])
         if request.reuse is not None and not keep:
             self.order.hint(request, self.index.hashes(request), self._pages.content, self.page_size)
@@ -377,6 +379,8 @@ class PageStore:
         """
         first = request.num_registered_blocks
         stop = self._groups.num_shareable(stop * self.page_size, request.num_prompt_tokens) // self.page_size
+        if request.sends_prompt:  # its last page may become a partly filled one
+            stop = min(stop, (request.num_prompt_tokens - 1) // self.page_size)
         if first >= stop or request in self.unshared:
             return
         pages, size, register, tenant = request.pages, self._groups.size, self.register, request.tenant

@@ -183,7 +183,7 @@ class PrefixIndex:
     def _last_hash(self, request: Request, num_blocks: int) -> bytes | None:
         """Return the hash of the partly filled page after `num_blocks` blocks; None if it cannot be cached."""
         num_tokens = request.num_last_tokens
-        if not (request.shares_last_page or request.num_kept_tokens):
+        if not (request.shares_last_page or request.takes_prompt or request.num_kept_tokens):
             return None
         if self._groups.sparsity is not None and num_tokens >= request.num_prompt_tokens:
             return None  # a row computes the prompt's last token

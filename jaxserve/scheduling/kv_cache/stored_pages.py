@@ -43,12 +43,14 @@ class StoredPages:
         keys: pages that an earlier engine has stored and used, the one to delete first in front.
         outlives_device: True if a device failure leaves its content intact.
         state_pages: pages of the capacity that a state snapshot takes.
+        is_read_only: True if no pages are copied to it.
 
     Attributes:
         name: the tier's name.
         num_pages: see above.
         outlives_device: see above.
         state_pages: see above.
+        is_read_only: see above.
     """
 
     def __init__(
@@ -59,8 +61,9 @@ class StoredPages:
         *,
         outlives_device: bool = False,
         state_pages: int = 1,
+        is_read_only: bool = False,
     ) -> None:
-        self.name, self.state_pages = name, state_pages
+        self.name, self.state_pages, self.is_read_only = name, state_pages, is_read_only
         self.num_pages, self.outlives_device = num_pages, outlives_device
         self._num_states = 0  # state snapshots among the stored pages
         self._stored: dict[PageKey, int | None] = {}  # move that stored each page
@@ -142,6 +145,11 @@ class StoredPages:
         """Note that a move stores a page."""
         self._add(key, move)
         self._use(key, self._earlier_level(key))
+
+    def found(self, key: PageKey) -> None:
+        """Note that another engine has stored a page."""
+        self._add(key, None)
+        self._use(key, 1)
 
     def _earlier_level(self, key: PageKey) -> int:
         """Return the level of a page when it was deleted, and learn that it has come back; 0 if it is new."""

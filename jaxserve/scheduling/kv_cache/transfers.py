@@ -226,9 +226,25 @@ class Transfers:
     def store(self, page: int, content: Content) -> bool:
         """Begin to store a page in the first lower tier; return False if it has the page or cannot take it."""
         key = content[:2]
-        if not self.tiers or key in self.tiers[0] or key in self.loading:
+        if not self.tiers or self.tiers[0].is_read_only or key in self.tiers[0] or key in self.loading:
             return False
         return self._copy(DEVICE, page, content)
+
+    def found(self, number: int, present: Iterable[PageKey], absent: Iterable[PageKey]) -> None:
+        """Note which pages a lower tier was found to have, that others write, too.
+
+        Args:
+            number: number of the tier.
+            present: pages that it has.
+            absent: pages that it has not, or not any more.
+        """
+        tier = self._tier(number)
+        for key in absent:
+            if key in tier:
+                tier.delete(key)
+        for key in present:
+            if key not in tier and (tier.fits(key) or self._make_space(number, key)):
+                tier.found(key)
 
     def touch(self, content: Content) -> None:
         """Note that a request has used a page.
@@ -264,7 +280,10 @@ class Transfers:
     def _copy_down(self, source: int, key: PageKey) -> None:
         """Copy a page of a lower tier to the next one unless that has it, or too many copies have not ended."""
         is_busy = len(self._by_key) - len(self._by_place) >= MAX_COPIES
-        if source < len(self.tiers) and key not in self.tiers[source] and not is_busy:
+        if source == len(self.tiers) or is_busy:
+            return
+        target = self.tiers[source]
+        if key not in target and not target.is_read_only:
             self._copy(source, NO_PAGE, (*key, ""))
 
     def _make_space(self, number: int, key: PageKey) -> bool:
