@@ -26,13 +26,14 @@ from jaxserve.tools.planner.targets import parse_target
 
 def modelled(model: str, target: str, **options: Any) -> tuple[Any, ModelledExecutor]:
     """Return the model on chips, in the sizes that the engine would choose with these options."""
-    sizes = Sizes.resolve(EngineConfig(model=model, **options), parse_target(target))
+    stages = Sizes.resolve_stages(EngineConfig(model=model, **options), parse_target(target))
+    sizes = max(stages, key=lambda stage: stage.memory.missing)
     if sizes.target.sheet is None:
         raise ConfigError(f"the target must be chips with a data sheet, got {target!r}; name GPUs or TPUs")
     if sizes.memory.missing:
         gigabytes = sizes.memory.missing / 1e9
         raise ConfigError(f"{model} must fit on {target}, and {gigabytes:.1f} GB are missing on each; take more chips")
-    return sizes.local, ModelledExecutor(sizes.roofline())
+    return sizes.local, ModelledExecutor(*(stage.roofline() for stage in stages))
 
 
 def serve(arch: Any, executor: ModelledExecutor, lengths: list[int], num_output: int) -> list[tuple[int, float]]:

@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -164,6 +165,7 @@ def build_schedule(
         pools=arch.pooler is not None,
         num_encoder_rows=encoder_rows(config, arch),
         encoder_costs=encoder_costs(arch),
+        score_costs=score_costs(config, arch),
         has_position_axes=arch.images is not None and arch.images.has_axes,
         sees_images=arch.sees_images,
     )
@@ -248,6 +250,14 @@ def encoder_costs(arch: ArchConfig) -> tuple[tuple[int, int], ...]:
         return ()
     tower, per_token = arch.images.tower, registry.flop_counts(arch).per_token
     return tuple((size, -(-num_flops(tower, size) // per_token)) for size in tower.buckets)
+
+
+def score_costs(config: EngineConfig, arch: ArchConfig) -> tuple[tuple[int | None, float], ...]:
+    """Return, for each window, the FLOPs per score in its layers in tokens with as many FLOPs; empty for one stage."""
+    if config.pipeline_parallel_size == 1:
+        return ()
+    flops, counts = registry.flop_counts(arch), Counter(layer.window for layer in arch.attention_layers)
+    return tuple((window, count * flops.per_score / flops.per_token) for window, count in counts.items())
 
 
 def encoder_cache_bytes(config: EngineConfig, arch: ArchConfig, dtype: DTypeLike) -> int:

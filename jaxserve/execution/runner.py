@@ -138,7 +138,10 @@ class Runner:
         local, pool_bytes = lowering.model.arch, device_bytes(read_pages(self.state.kv_pages))
         num_layer_tokens = schedule.num_shard_pages * schedule.page_size * arch.kv_layout.num_pool_layers
         reads = WeightReads.from_params(
-            without_tower(params), param_specs(local), device_bytes, has_logits=arch.pooler is None
+            without_tower(params),
+            param_specs(local),
+            device_bytes,
+            has_logits=arch.pooler is None and arch.stage.is_last,
         )
         self.costs = Costs(
             int(pool_bytes * arch.kv_layout.num_layers_read // num_layer_tokens), reads.step, flop_counts(local).step

@@ -110,7 +110,8 @@ class FlopCounts:
             spec.mean_token_rows * spec.shape[1] // (num_shards if spec.experts is None else 1) for spec in matrices
         )
         state_flops = sum(layer.state.token_flops for layer in arch.layers if layer.state)
-        head = (arch.vocab_size if arch.pooler is None else arch.pooler.num_labels) * arch.hidden_size
+        outputs = arch.vocab_size if arch.pooler is None else arch.pooler.num_labels
+        head = outputs * arch.hidden_size if arch.stage.is_last else 0
         per_score = int(2 * arch.attention.num_heads * arch.mean_score_size / num_shards)
         return cls(2 * layers + state_flops, 2 * head, per_score)
 

@@ -1,9 +1,10 @@
 """Division of a model's layers among pipeline stages: consecutive layers with costs as equal as possible."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from math import inf
+from operator import add
 
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
@@ -11,7 +12,7 @@ from jaxserve.models.arch import ArchConfig
 
 
 def divide(arch: ArchConfig, num_stages: int, costs: Sequence[float] | None = None) -> list[ArchConfig]:
-    """Return the stages of a model, whose most expensive one is as cheap as possible.
+    """Return the stages of a model, with costs as equal as possible.
 
     The first stage has the embeddings, the last one the final norm and the head.
 
@@ -43,12 +44,15 @@ def divide(arch: ArchConfig, num_stages: int, costs: Sequence[float] | None = No
 
 
 def layer_costs(arch: ArchConfig) -> list[float]:
-    """Return the multiply-adds per token in each layer's matrices, and in the head."""
+    """Return the multiply-adds per token in each layer's matrices, and half of the head's.
+
+    Decode computes the head for every token, prefill for hardly any; a stage has either time too long.
+    """
     costs = [0.0] * arch.num_layers
     for spec in registry.param_specs(arch):
         if spec.is_matrix and spec.path[0] == "layers":
             costs[int(spec.path[1])] += spec.token_rows * spec.shape[1]
-    return [*costs, float(arch.vocab_size * arch.hidden_size)]
+    return [*costs, arch.vocab_size * arch.hidden_size / 2]
 
 
 def _starts(arch: ArchConfig) -> list[int]:
@@ -71,9 +75,9 @@ def _max_stages(arch: ArchConfig) -> int:
 
 
 def _cheapest_division(arch: ArchConfig, num_stages: int, costs: Sequence[float]) -> list[range]:
-    """Return the layers of each stage, by dynamic programming over the layers at which the later stages begin.
+    """Return the layers of each stage: the most expensive one is as cheap as possible, the others are as even.
 
-    Among equally cheap divisions it takes the one whose first stages are the smallest, as these have the embeddings.
+    Among equal divisions it takes the one whose first stages are the smallest, as these have the embeddings.
     """
     starts, num_layers = _starts(arch), arch.num_layers
     before = [*accumulate(costs[:-1], initial=0.0)]
@@ -84,17 +88,24 @@ def _cheapest_division(arch: ArchConfig, num_stages: int, costs: Sequence[float]
         has_attention = num_attention[stop] > num_attention[start]
         return before[stop] - before[start] + (costs[-1] if stop == num_layers else 0.0) if has_attention else inf
 
-    @cache
-    def best(start: int, count: int) -> tuple[float, tuple[int, ...]]:
-        """Return the cost of the most expensive of `count` stages from layer `start` on, and their first layers."""
-        if count == 1:
-            return cost(start, num_layers), (start,)
-        options = []
-        for stop in starts:
-            if stop > start:
-                most, later = best(stop, count - 1)
-                options.append((max(cost(start, stop), most), (start, *later)))
-        return min(options, default=(inf, ()))
+    def divisions(
+        stage_cost: Callable[[int, int], float], join: Callable[[float, float], float]
+    ) -> tuple[float, tuple[int, ...]]:
+        """Return the lowest joint cost of stages, and their first layers, by dynamic programming."""
 
-    _, begins = best(0, num_stages)
+        @cache
+        def best(start: int, count: int) -> tuple[float, tuple[int, ...]]:
+            if count == 1:
+                return stage_cost(start, num_layers), (start,)
+            options = []
+            for stop in starts:
+                if stop > start:
+                    rest, later = best(stop, count - 1)
+                    options.append((join(stage_cost(start, stop), rest), (start, *later)))
+            return min(options, default=(inf, ()))
+
+        return best(0, num_stages)
+
+    limit, _ = divisions(cost, max)
+    _, begins = divisions(lambda *each: cost(*each) ** 2 if cost(*each) <= limit else inf, add)
     return [range(*pair) for pair in zip(begins, (*begins[1:], num_layers), strict=True)]

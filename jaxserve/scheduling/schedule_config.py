@@ -21,6 +21,7 @@ MULTI_STEP_ROWS = 16  # largest bucket for the only multi-step program on accele
 SPECULATIVE_ROWS = 64  # maximum rows in a step with drafted tokens
 MIN_FEW_TOKENS = 16  # smallest bucket on accelerators: the rows of a bfloat16 tile
 FREE_TOKENS = 256  # smaller steps are hardly faster on an accelerator, because reading weights limits them
+SMALLEST_ON_CPU = 64  # the same on a CPU
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class ScheduleConfig:
     encoder_costs: tuple[tuple[int, int], ...] = ()  # by encoder program: patches, and tokens with as many FLOPs
     sees_images: bool = False  # True if tokens of an image see the whole image, which one step computes
     has_position_axes: bool = False  # True if tokens of images have positions on several axes (M-RoPE)
+    score_costs: tuple[tuple[int | None, float], ...] = ()  # by window: FLOPs per score in its layers, in tokens
     row_turns: int = 1  # plans in flight with different decoding rows; pipeline stages
 
     def __post_init__(self) -> None:
@@ -98,8 +100,14 @@ class ScheduleConfig:
             targets=(),
             max_loras=0,
             encoder_costs=(),
+            score_costs=(),
             row_turns=1,
         )
+
+    @property
+    def smallest_chunk(self) -> int:
+        """Time of a step, in prompt tokens, below which smaller steps are hardly faster."""
+        return min(2 * FREE_TOKENS if self.few_programs else SMALLEST_ON_CPU, self.max_num_batched_tokens)
 
     @property
     def num_shard_pages(self) -> int:
@@ -262,6 +270,7 @@ def resolve_schedule(
     pools: bool = False,
     num_encoder_rows: int = 0,
     encoder_costs: tuple[tuple[int, int], ...] = (),
+    score_costs: tuple[tuple[int | None, float], ...] = (),
     has_position_axes: bool = False,
     sees_images: bool = False,
 ) -> ScheduleConfig:
@@ -278,6 +287,7 @@ def resolve_schedule(
         pools: True if the model pools.
         num_encoder_rows: capacity of the encoder cache; 0 without images.
         encoder_costs: see `ScheduleConfig`.
+        score_costs: see `ScheduleConfig`.
         has_position_axes: True if tokens of images have positions on several axes.
         sees_images: True if tokens of an image see the whole image.
 
@@ -309,6 +319,7 @@ def resolve_schedule(
         pools=pools,
         count_expert_tokens=config.count_expert_tokens,
         num_data_shards=config.num_data_shards,
+        score_costs=score_costs,
         row_turns=config.pipeline_parallel_size,
         max_loras=config.max_loras if config.enable_lora else 0,
         num_encoder_rows=num_encoder_rows,

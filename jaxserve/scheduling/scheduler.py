@@ -46,6 +46,7 @@ from jaxserve.scheduling.adapter_slots import AdapterSlots
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.encoder_cache import EncoderCache
+from jaxserve.scheduling.even_chunks import EvenChunks
 from jaxserve.scheduling.kv_cache.page_events import PageEvents
 from jaxserve.scheduling.kv_cache.page_store import PageStore
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
@@ -54,6 +55,7 @@ from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.planning import StepPlanner, join
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduling.row_turns import RowTurns
 from jaxserve.scheduling.shard import Shard
 from jaxserve.scheduling.shard_view import ShardView
 from jaxserve.scheduling.step_plan import ONE_STEP, StepChoice, StepPlan
@@ -134,8 +136,9 @@ class Scheduler:
         self.encoder = EncoderCache(
             sizes.num_encoder_rows, max_whole if sizes.sees_images else None, window, sizes.encoder_costs
         )
+        turns, chunks = partial(RowTurns, sizes.row_turns), EvenChunks(self._shard_sizes, sizes.smallest_chunk)
         self.shards = [
-            Shard(partial(self._new_ledger, first_slot), self.policy, sizes.num_spare_drafts, sizes.row_turns)
+            Shard(partial(self._new_ledger, first_slot), self.policy, sizes.num_spare_drafts, turns, chunks)
             for first_slot in range(0, sizes.max_num_seqs, self._shard_sizes.max_num_seqs)
         ]
         self.rows = Rows(self.shards)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from jaxserve.scheduling.class_preemption import preempt_lower_classes
 from jaxserve.scheduling.decode import DecodePlanner, may_sample_late
+from jaxserve.scheduling.even_chunks import EvenChunks
 from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prefill import PrefillPlanner
@@ -29,7 +30,8 @@ class Shard:
         new_ledger: returns an empty ledger.
         policy: request order and chunk sizes.
         num_spare_tokens: tokens that a row with drafts may compute and discard, beyond the sampled ones.
-        row_turns: number of plans that take turns to have a decoding row.
+        new_turns: returns an empty record of the decoding rows of plans in flight.
+        chunks: limit on the prompt tokens of a plan.
 
     Attributes:
         policy: request order and chunk sizes.
@@ -43,9 +45,16 @@ class Shard:
         view: read-only view for a balancer.
     """
 
-    def __init__(self, new_ledger: Callable[[], Ledger], policy: Policy, num_spare_tokens: int, row_turns: int) -> None:
+    def __init__(
+        self,
+        new_ledger: Callable[[], Ledger],
+        policy: Policy,
+        num_spare_tokens: int,
+        new_turns: Callable[[], RowTurns],
+        chunks: EvenChunks,
+    ) -> None:
         self._new_ledger, self.policy, self._num_spare_tokens = new_ledger, policy, num_spare_tokens
-        self._row_turns = row_turns
+        self._new_turns, self._chunks = new_turns, chunks
         self.changes = Changes()
         self.restart()
 
@@ -56,7 +65,7 @@ class Shard:
         self.starts = StartPlanner(ledger, self.policy, prompts)
         self.prefills = PrefillPlanner(ledger, self.policy, prompts, self.starts)
         self.decodes = DecodePlanner(ledger, self.policy, self._num_spare_tokens)
-        self.turns = RowTurns(self._row_turns)
+        self.turns = self._new_turns()
         self.updates = RequestUpdater(ledger, self.starts)
         self.changes.note(has_lost_cache=True)
         self.view = ShardView(ledger, prompts, self.starts, self.changes)
@@ -130,12 +139,14 @@ class Shard:
         """Complete a plan: add prompts with at most `max_prefill_tokens`, then held-back decoding rows if budget is
         left.
         """
+        start = self._in_prefill[0].num_computed_tokens if self._in_prefill else 0
+        num_left = self.ledger.num_prefill_tokens + self.ledger.num_waiting_tokens
         self.prefills.schedule(
             plan,
             self._in_prefill,
             decode_waits=self._decode_waits,
             num_displaced=self._num_displaced,
-            max_tokens=max_prefill_tokens,
+            max_tokens=min(max_prefill_tokens, self._chunks.max_tokens(start, num_left, plan.num_tokens)),
         )
         if self._held_back:
             self.decodes.schedule_held_back(plan, self._held_back)

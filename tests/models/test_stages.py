@@ -59,11 +59,11 @@ def test_stages_together_have_the_tensors_of_the_model(name: str) -> None:
 
 
 def test_the_head_counts() -> None:
-    """Llama's head is worth several layers: the first stage has more of them."""
+    """Llama's head is worth several layers: the first stage has more of them. Prompts hardly compute it."""
     _, arch = read_model("llama-3.2-1b")
     first, last = divide(arch, 2)
     assert first.num_layers > last.num_layers
-    assert layer_costs(arch)[-1] == arch.vocab_size * arch.hidden_size
+    assert 2 * layer_costs(arch)[-1] == arch.vocab_size * arch.hidden_size
 
 
 def test_more_stages_than_layers_are_refused() -> None:

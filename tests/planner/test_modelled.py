@@ -15,7 +15,7 @@ def test_a_single_prompt_takes_the_roofline_time(num_tokens: int) -> None:
     arch, executor = modelled("llama-3.1-8b", "h200")
     ((steps, seconds),) = serve(arch, executor, [num_tokens], num_output=1)
     assert steps == -(-num_tokens // 2048)
-    assert seconds * 1e3 == pytest.approx(executor._roofline.ttft_ms(num_tokens))
+    assert seconds * 1e3 == pytest.approx(executor._rooflines[0].ttft_ms(num_tokens))
 
 
 @pytest.mark.parametrize(

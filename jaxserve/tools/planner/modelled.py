@@ -50,35 +50,50 @@ class ModelledStep:
 
 
 class ModelledExecutor:
-    """`Executor` of one replica that runs the real scheduler on a device simulated from its data sheet.
+    """`Executor` of one replica that runs the real scheduler on devices simulated from their data sheet.
+
+    Copies between pipeline stages take no time.
 
     Args:
-        roofline: the model's roofline on the device.
+        rooflines: the rooflines of the model's pipeline stages on their devices.
 
     Attributes:
         schedule: sizes of steps and pool.
         costs: costs of steps.
         now_s: simulated time; host work does not advance it.
+        busy_s: time for which each stage has computed.
     """
 
-    def __init__(self, roofline: Roofline) -> None:
+    def __init__(self, *rooflines: Roofline) -> None:
+        roofline = rooflines[0]
         self.schedule = roofline.schedule
         self.now_s = 0.0
-        self._roofline = roofline
+        self._rooflines = rooflines
+        self.busy_s = [0.0] * len(rooflines)
+        self._sampled_s = [0.0] * self.schedule.max_num_seqs  # by slot: end of the latest step that has sampled
         weight_bytes, flops = roofline.weight_reads.step, flop_counts(roofline.arch).step
         self.costs = Costs(roofline.kv_token_bytes, weight_bytes, flops)
         self._programs = [StepShape(size) for size in self.schedule.buckets()]
-        self._free_s = 0.0  # end of the last step launched
+        self._free_s = [0.0] * len(rooflines)  # by stage: end of the last step launched
 
     def fit(self, step: StepShape) -> StepShape | None:
         """Return the program for a step of one round; the roofline does not model the gain from more rounds."""
         return cheapest(self._programs, step)
 
     def launch(self, plan: StepPlan, program: StepShape) -> ModelledStep:
-        """Launch a step that starts as soon as the previous one has ended."""
-        step_s = self._roofline.step_ms(plan.starts, plan.counts) / 1e3
-        self._free_s = max(self._free_s, self.now_s) + step_s
-        return ModelledStep(self, self.now_s, self._free_s, plan.max_new)
+        """Launch a step, which starts on each stage as soon as the previous step has left it.
+
+        On the first stage it also waits for its rows' latest tokens.
+        """
+        end_s = max([self.now_s, *(self._sampled_s[slot] for slot in plan.slots)])
+        for stage, roofline in enumerate(self._rooflines):
+            step_s = roofline.step_ms(plan.starts, plan.counts) / 1e3
+            end_s = self._free_s[stage] = max(self._free_s[stage], end_s) + step_s
+            self.busy_s[stage] += step_s
+        for slot, max_new in zip(plan.slots, plan.max_new, strict=True):
+            if max_new:
+                self._sampled_s[slot] = end_s
+        return ModelledStep(self, self.now_s, end_s, plan.max_new)
 
     def sample(self, step: ModelledStep) -> int:
         """Raise AssertionError: no plan needs a separate launch for sampling."""

@@ -22,6 +22,7 @@ from jaxserve.assembly.memory import (
     encoder_rows,
     page_bytes,
     pool_dtype,
+    score_costs,
     select_backend,
     state_bytes,
     tree_bytes,
@@ -33,6 +34,7 @@ from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, without_tower
+from jaxserve.models.stages import divide
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.scheduling.schedule_config import ScheduleConfig, resolve_schedule
 from jaxserve.system import machine_memory
@@ -122,7 +124,7 @@ class Sizes:
     Attributes:
         name: the model's name.
         target: the chips.
-        arch: whole model.
+        arch: whole model, or one of its pipeline stages.
         local: one device's part.
         dtype: weight and activation dtype.
         kv_dtype: KV pool's dtype.
@@ -148,8 +150,14 @@ class Sizes:
     host: HostMemory | None = None
 
     @classmethod
-    def resolve(cls, config: EngineConfig, target: Target) -> "Sizes":
-        """Return the sizes that the engine would choose with these options on the target; ConfigError if it refuses."""
+    def resolve(cls, config: EngineConfig, target: Target, stage: int = 0) -> "Sizes":
+        """Return the sizes that the engine would choose with these options on the target; ConfigError if it refuses.
+
+        Args:
+            config: engine options.
+            target: chips of each pipeline stage.
+            stage: index of the stage.
+        """
         name, arch = read_model(config.model, with_images=read_max_images(config.limit_mm_per_prompt) > 0)
         config = resolve_quantization(config, arch)
         max_len = config.max_model_len or arch.max_position
@@ -169,9 +177,12 @@ class Sizes:
             has_states=arch.state is not None,
             num_encoder_rows=encoder_rows(config, arch),
             encoder_costs=encoder_costs(arch),
+            score_costs=score_costs(config, local),
             has_position_axes=arch.images is not None and arch.images.has_axes,
             sees_images=arch.sees_images,
         )
+        arch = divide(arch, config.pipeline_parallel_size)[stage]
+        local = arch.local(target.num_devices)
         matrices = matrix_dtype(config, arch, on_cpu=sheet is None)
         form = weight_format(config.quantization, arch.schemes)
         try:
@@ -192,6 +203,18 @@ class Sizes:
             *(name, target, arch, local, dtype, kv_dtype, config.quantization, backend, params, schedule, memory, host)
         )
 
+    @classmethod
+    def resolve_stages(cls, config: EngineConfig, target: Target) -> list["Sizes"]:
+        """Return the sizes of all pipeline stages, each on the target's chips; all have as many pages as fit in each.
+
+        Raises:
+            ConfigError: the engine refuses the options.
+        """
+        stages = [cls.resolve(config, target, stage) for stage in range(config.pipeline_parallel_size)]
+        num_pages = min(stage.schedule.num_pages for stage in stages)
+        schedule = dataclasses.replace(stages[0].schedule, num_pages=num_pages)
+        return [dataclasses.replace(stage, schedule=schedule) for stage in stages]
+
     def roofline(self, collectives: tuple[Collective, ...] = (), collective_tokens: int = 1) -> Roofline:
         """Return the roofline for steps on chips with a data sheet; see `Roofline` for the arguments."""
         target, sheet, local, pool = self.target, self.target.sheet, self.local, self.schedule
@@ -203,7 +226,9 @@ class Sizes:
             peak_rates=PeakRates(share * sheet.flops_per_s[self.dtype.name], share * sheet.bytes_per_s),
             link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
             num_chips=target.num_chips,
-            weight_reads=WeightReads.from_params(without_tower(self.params), registry.param_specs(local), tree_bytes),
+            weight_reads=WeightReads.from_params(
+                without_tower(self.params), registry.param_specs(local), tree_bytes, has_logits=self.arch.stage.is_last
+            ),
             kv_token_bytes=int(
                 self.memory.page * local.kv_layout.num_layers_read // (pool.page_size * local.kv_layout.num_pool_layers)
             ),
