@@ -51,7 +51,7 @@ def load_adapters(llm: LLM, count: int, rank: int) -> list[LoRARequest | None]:
 
 
 def speed(llm: LLM, prompts: list[list[int]], num_tokens: int, adapters: list[LoRARequest | None]) -> float:
-    """Return the output tokens per second; prompts must be new, as resetting the prefix cache unloads adapters."""
+    """Return the output tokens per second; prompts must be new."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     began_s = time.perf_counter()

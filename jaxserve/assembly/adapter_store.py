@@ -45,6 +45,7 @@ class AdapterStore:
         stages: sizes and mesh of each pipeline stage in a replica.
         max_kept: maximum adapters with arrays; None for any number.
         in_use: returns the digests that unfinished requests have.
+        dropped: called with each digest that is forgotten; None if nobody waits for it.
     """
 
     def __init__(
@@ -54,20 +55,27 @@ class AdapterStore:
         stages: Sequence[tuple[ArchConfig, Mesh | None]],
         max_kept: int | None,
         in_use: Callable[[], Collection[str]],
+        dropped: Callable[[str], None] | None = None,
     ) -> None:
         self._layout, self._arch, self._stages = layout, arch, stages
-        self._max_kept, self._in_use = max_kept, in_use
+        self._max_kept, self._in_use, self._dropped = max_kept, in_use, dropped
         self._lock = threading.Lock()
         self._stored: OrderedDict[str, StoredAdapter] = OrderedDict()  # the least recently used first
         self._unnamed: set[str] = set()
 
-    def load(self, source: AdapterSource) -> LoadedAdapter:
+    def load(self, source: AdapterSource, digest: str | None = None) -> LoadedAdapter:
         """Read an adapter and make it available to the runners.
 
+        Args:
+            source: its content.
+            digest: the digest that it must have; None if it may have any.
+
         Raises:
-            ConfigError: it cannot be read or does not fit the model.
+            ConfigError: it cannot be read, does not fit the model, or has another digest.
         """
         adapter = self._read(source)
+        if digest not in (None, adapter.digest):
+            raise ConfigError(f"its content must have digest {digest}, got {adapter.digest}; copy the directory again")
         arrays = self._place(adapter)
         if adapter.is_zero:
             logger.warning(
@@ -79,6 +87,12 @@ class AdapterStore:
             self._unnamed.discard(adapter.digest)
             self._trim()
         return LoadedAdapter(adapter.digest, adapter.invocation)
+
+    @property
+    def loaded(self) -> set[str]:
+        """Digests of the adapters that have been loaded, and not unloaded since."""
+        with self._lock:
+            return {*self._stored} - self._unnamed
 
     def unload(self, digest: str) -> None:
         """Free an adapter's memory as soon as no unfinished request has it."""
@@ -126,6 +140,8 @@ class AdapterStore:
         for digest in [digest for digest in self._unnamed if digest not in used]:
             self._stored.pop(digest, None)
             self._unnamed.remove(digest)
+            if self._dropped is not None:
+                self._dropped(digest)
         kept = [digest for digest, each in self._stored.items() if each.arrays is not None]
         num_extra = 0 if self._max_kept is None else len(kept) - self._max_kept
         for digest in kept[:-1]:

@@ -22,6 +22,7 @@ from jaxserve.assembly.lock_step import fail_others, follow, require_same_option
 from jaxserve.assembly.memory import claim_memory
 from jaxserve.assembly.page_tiers import build_movers, check_model, new_lookups
 from jaxserve.assembly.parameters import adapter_layout
+from jaxserve.assembly.peer_adapters import FollowerAdapters, drop_everywhere, load_everywhere
 from jaxserve.assembly.weights_content import WeightsContent
 from jaxserve.core.core import EngineCore
 from jaxserve.core.core_thread import POLL_S, CoreThread
@@ -88,8 +89,11 @@ class CoreHost:
         if self.peers is not None:
             self.peers.require_free()
             require_same_options(config, self.peers)
-            if config.enable_lora:
-                raise ConfigError("enable_lora must be False in a run of several processes, got True; drop it")
+            if config.max_cpu_loras is not None:
+                raise ConfigError(
+                    f"max_cpu_loras must be None in a run of several processes, got {config.max_cpu_loras}; drop it: "
+                    "all processes keep all adapters"
+                )
             self.peers.claim()
         content = None
         if executors is None:
@@ -138,7 +142,8 @@ class CoreHost:
         """Replay the events of a leading process, if there is one, and end this process with it."""
         if isinstance(self.peers, Follower):
             replica = self.core.replicas[0]
-            follow(self.peers, replica.scheduler, replica.executor, self.devices)
+            adapters = None if self._adapters is None else FollowerAdapters(self._adapters, self.peers)
+            follow(self.peers, replica.scheduler, replica.executor, self.devices, adapters)
             raise SystemExit(0)
 
     # Weights and memory
@@ -168,7 +173,7 @@ class CoreHost:
             raise
         self.core.abort_all()
         for replica in self.core.replicas:
-            replica.reset_prefix_cache()
+            replica.reset_prefix_cache(with_adapters=True)
 
     def _new_store(self, config: EngineConfig, arch: ArchConfig) -> AdapterStore | None:
         """Return the store of LoRA adapters, from which all runners load them; None if the engine serves none."""
@@ -182,7 +187,8 @@ class CoreHost:
             return set() if (known := core()) is None else set().union(*known.adapters_in_use())
 
         stages = [(runner.arch, runner.mesh) for runner in replicas[0]]
-        store = AdapterStore(layout, arch, stages, config.max_cpu_loras, in_use)
+        dropped = drop_everywhere(self.peers) if isinstance(self.peers, Leader) else None
+        store = AdapterStore(layout, arch, stages, config.max_cpu_loras, in_use, dropped)
         for replica in replicas:
             for index, runner in enumerate(replica):
                 runner.adapter_arrays = partial(store.arrays, stage=index)
@@ -192,6 +198,8 @@ class CoreHost:
     def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
         """Read a LoRA adapter for requests; ConfigError if it does not fit the model. Callable from any thread."""
         assert self._adapters is not None, "an engine without adapters is asked for none"
+        if isinstance(self.peers, Leader):
+            return load_everywhere(self._adapters, self.peers, source)
         return self._adapters.load(source)
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:
@@ -207,7 +215,7 @@ class CoreHost:
         """Free the device memory until `wake_up`; see `LLM.sleep`."""
         for replica in self.core.replicas:
             replica.drop_in_flight()
-            replica.reset_prefix_cache()
+            replica.reset_prefix_cache(with_adapters=True)
         self.devices.sleep(keep_weights=level == 1)
 
     def wake_up(self, tags: Sequence[str] | None) -> None:

@@ -7,8 +7,9 @@ from types import FunctionType
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.assembly.device_state import Devices
+from jaxserve.assembly.peer_adapters import FollowerAdapters
 from jaxserve.core.event_log import event_from_json
-from jaxserve.core.events import replay
+from jaxserve.core.events import DeviceEvent, WeightsRead, replay
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.errors import ConfigError
 from jaxserve.execution.program_store import source_digest
@@ -44,15 +45,20 @@ def _described(value: object) -> str:
     return f"function {value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
 
 
-def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: Devices) -> None:
+def follow(
+    peers: Follower, scheduler: Scheduler, executor: Executor, devices: Devices, adapters: FollowerAdapters | None
+) -> None:
     """Replay the leading process's events on this process's devices until it ends; if that fails, end this process."""
+
+    def take(event: DeviceEvent) -> None:
+        if isinstance(event, WeightsRead):
+            devices.replace(devices.prepare(event.path))
+        else:
+            assert adapters is not None, "the leading process has adapters only if this one has"
+            adapters.take(event)
+
     try:
-        replay(
-            map(event_from_json, peers.events()),
-            scheduler,
-            executor.launch,
-            lambda path: devices.replace(devices.prepare(path)),
-        )
+        replay(map(event_from_json, peers.events()), scheduler, executor.launch, take)
     except Exception as error:
         traceback.print_exc()
         peers.fail(repr(error))

@@ -157,9 +157,9 @@ class EngineCore:
                 self._queue([request for request in requests if self._has_adapter(request)])
             case Cancelled(keys, reason):
                 self._finish(keys, reason)
-            case CacheReset():
+            case CacheReset(with_adapters):
                 for replica in self.replicas:
-                    replica.reset_prefix_cache()
+                    replica.reset_prefix_cache(with_adapters=with_adapters)
             case Transferred():
                 self.replicas[event.replica].note_tiers(event)
             case DraftsAllowed(is_allowed):

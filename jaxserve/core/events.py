@@ -39,6 +39,8 @@ class Cancelled(NamedTuple):
 class CacheReset(NamedTuple):
     """The prefix cache is to be emptied."""
 
+    with_adapters: bool = False  # True if adapters without rows are to be loaded again, as after a change of weights
+
 
 class Transferred(NamedTuple):
     """Page moves between tiers have ended."""
@@ -115,6 +117,20 @@ class WeightsRead(NamedTuple):
     path: str
 
 
+class AdapterRead(NamedTuple):
+    """An adapter was read from this directory; every process is to do so before requests have it."""
+
+    path: str
+    digest: str
+
+
+class AdapterDropped(NamedTuple):
+    """An adapter has neither name nor requests left."""
+
+    digest: str
+
+
+DeviceEvent = WeightsRead | AdapterRead | AdapterDropped  # without effect on plans
 ReplicaEvent = (
     Added
     | Finished
@@ -126,7 +142,7 @@ ReplicaEvent = (
     | Updated
     | Extended
     | Recovered
-    | WeightsRead
+    | DeviceEvent
 )
 Record = Callable[[ReplicaEvent], None]
 
@@ -135,7 +151,7 @@ def replay(
     events: Iterable[ReplicaEvent],
     scheduler: Scheduler,
     launch: Callable[[StepPlan, StepShape], object] = lambda plan, program: None,
-    read_weights: Callable[[str], None] = lambda path: None,
+    on_device_event: Callable[[DeviceEvent], None] = lambda event: None,
 ) -> int:
     """Replay a replica's plans from its events, and return their number.
 
@@ -143,7 +159,7 @@ def replay(
         events: all events, in order.
         scheduler: a new scheduler with the same sizes.
         launch: called with each plan and its program.
-        read_weights: called with the directory of new weights.
+        on_device_event: called with each event that concerns only the devices.
 
     Raises:
         RuntimeError: a plan differs from the recorded one.
@@ -158,8 +174,8 @@ def replay(
                 scheduler.finish(request_id, reason)
             case Withdrawn():
                 scheduler.withdraw()
-            case CacheReset():
-                scheduler.reset_prefix_cache()
+            case CacheReset(with_adapters):
+                scheduler.reset_prefix_cache(with_adapters=with_adapters)
             case Transferred() | Found():
                 note_tiers(event, scheduler)
             case Scheduled():
@@ -176,8 +192,8 @@ def replay(
                 in_flight.clear()
                 scheduler.restart()
                 digest = 0
-            case WeightsRead(path):
-                read_weights(path)
+            case WeightsRead() | AdapterRead() | AdapterDropped():
+                on_device_event(event)
     return num_plans
 
 

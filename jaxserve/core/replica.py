@@ -143,10 +143,10 @@ class Replica:
             self._record_event(Finished(request.request_id, reason))
             self._constrained.discard(request)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached pages."""
-        self.scheduler.reset_prefix_cache()
-        self._record_event(CacheReset())
+    def reset_prefix_cache(self, *, with_adapters: bool = False) -> None:
+        """Forget all cached pages; see `Scheduler.reset_prefix_cache`."""
+        self.scheduler.reset_prefix_cache(with_adapters=with_adapters)
+        self._record_event(CacheReset(with_adapters))
 
     def note_tiers(self, event: Transferred | Found) -> None:
         """Pass an event about lower tiers to the scheduler."""
@@ -349,7 +349,7 @@ class Replica:
         if self.scheduler.num_running:
             raise RuntimeError("a step has failed on the device, and the pages of running requests are lost")
         logger.warning("a step that no request waited for has failed on the device; its cached pages are lost")
-        self.reset_prefix_cache()
+        self.reset_prefix_cache(with_adapters=True)
 
     def _load_costs(self, mover: PageMover) -> LoadCosts | None:
         """Return the measured times of computing and loading a prefix; None before steps were measured."""

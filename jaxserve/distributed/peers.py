@@ -29,6 +29,7 @@ SILENCE_S = 20.0
 GRACE_S = 5.0
 CONNECT_S = 300.0
 MAX_WELCOMED = 64  # connections that have not proved the key yet
+ANSWER_POLL_S = 0.2  # time between looks for a lost process, which does not answer
 LOSS_SHOWS_S = 2.0  # time from a failed collective to the end of a connection
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed next time
 
@@ -99,6 +100,7 @@ class Leader:
         self._is_claimed = False
         self._loss_reported = threading.Event()  # set when a process is lost
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asking = threading.Lock()  # held until all have answered
         self._followers: dict[str, Channel] = {}  # keys: names, such as "process 1 on HOST"
         self._num_welcomed = threading.Semaphore(MAX_WELCOMED)
         joined: queue.SimpleQueue[tuple[str, Channel]] = queue.SimpleQueue()
@@ -159,6 +161,19 @@ class Leader:
         self.check()
         self._send(_Kind.VALUES, values)
         return values
+
+    def ask(self, event: Any) -> list[Any]:
+        """Send an event to all followers, which each answers at some time; return the answers. For any thread."""
+        with self._asking:
+            self.tell(event)
+            return [self._next_answer() for _ in self._followers]
+
+    def _next_answer(self) -> Any:
+        """Wait for a follower's answer; PeerLostError if a process is lost meanwhile."""
+        while True:
+            self.check()
+            with contextlib.suppress(queue.Empty):
+                return self._answers.get(timeout=ANSWER_POLL_S)
 
     def check(self) -> None:
         """Raise PeerLostError if a process was lost."""
@@ -228,13 +243,16 @@ class Follower:
         key: secret that all processes share.
         process_id: index of this process.
         host: name of this process's host, for messages.
+
+    Attributes:
+        name: name of this process, for messages.
     """
 
     def __init__(self, address: Address, key: bytes, process_id: int, host: str) -> None:
         endpoint = socket.create_connection(address, timeout=CONNECT_S)
         self._channel = Channel(endpoint, key, is_leader=False, silence_s=SILENCE_S)
-        self._name, self._leader_name = f"process {process_id} on {host}", f"process 0 at {address[0]}"
-        self._channel.send(self._name)
+        self.name, self._leader_name = f"process {process_id} on {host}", f"process 0 at {address[0]}"
+        self._channel.send(self.name)
         self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         _in_background(self._listen)
@@ -255,6 +273,11 @@ class Follower:
         while (message := self._events.get())[0] != _Kind.CLOSED:
             yield message[1]
 
+    def answer(self, value: Any) -> None:
+        """Answer an event that the leader has asked; callable from any thread."""
+        with contextlib.suppress(OSError):  # the listening thread ends this process
+            self._channel.send([_Kind.VALUE, value])
+
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all processes, the leader first; every process must call this at the same point."""
         self._channel.send([_Kind.VALUE, value])
@@ -266,7 +289,7 @@ class Follower:
     def fail(self, reason: str) -> NoReturn:
         """Give up: send the leader the reason and end; if another process was lost, report that as the reason."""
         time.sleep(LOSS_SHOWS_S)
-        message = f"{self._name} failed: {reason}"
+        message = f"{self.name} failed: {reason}"
         _report_loss(self._channel, message)
         _exit(message)
 

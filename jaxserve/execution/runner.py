@@ -22,6 +22,7 @@ from jaxserve.execution.round import StepOutput
 from jaxserve.execution.sampling import LogprobLayout
 from jaxserve.execution.state import ServeState
 from jaxserve.layers.pools import read_pages
+from jaxserve.layers.sharding import from_every_host
 from jaxserve.models.params import VISION, Params, device_bytes, without_tower
 from jaxserve.models.registry import flop_counts, param_specs
 from jaxserve.models.weight_reads import WeightReads
@@ -282,9 +283,12 @@ class Runner:
     def _load_adapter(self, slot: int, digest: str) -> None:
         """Write an adapter to its slot, from 1 on. Only the stacks of adapters pass through the program."""
         assert self.state is not None, "a state that sleeps gets no adapters"
-        arrays = self.adapter_arrays(digest)
-        layout = self.programs.lowering.adapters
-        params = self.params if layout is not None and layout.reads_weights else {}
+        arrays, layout = self.adapter_arrays(digest), self.programs.lowering.adapters
+        assert layout is not None, "an engine with adapters has their layout"
+        if jax.process_count() > 1:  # programs take arrays of one process only if all devices have all of them
+            shapes = dataclasses.replace(layout, num_slots=1).abstract(self.arch, self.mesh)
+            arrays = jax.tree.map(lambda x, shape: from_every_host(x, shape.sharding), arrays, shapes)
+        params = self.params if layout.reads_weights else {}
         stacks = self.programs.writers["set_adapter"](self.state.adapters, np.int32(slot - 1), arrays, params)
         self.state = dataclasses.replace(self.state, adapters=stacks)
         if self._one_at_a_time:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from jaxserve.errors import ConfigError
 
@@ -157,6 +158,11 @@ def _more_devices(devices: Sequence[jax.Device], wanted: int) -> str:
 def named_sharding(mesh: Mesh | AbstractMesh, axes: Sequence[str | None]) -> NamedSharding:
     """Return the sharding for a tensor with these logical axes."""
     return NamedSharding(mesh, PartitionSpec(*(_MESH_AXES[axis] for axis in axes)))
+
+
+def from_every_host(array: NDArray[Any], sharding: NamedSharding) -> jax.Array:
+    """Return an array over the devices of several processes, each of which has all of it on its host."""
+    return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

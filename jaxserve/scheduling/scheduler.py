@@ -263,12 +263,15 @@ class Scheduler:
             del self._requests[request.request_id]
         return withdrawn
 
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached content, also images and adapters without rows, as after a change of weights.
+    def reset_prefix_cache(self, *, with_adapters: bool = False) -> None:
+        """Forget all cached pages and images. Running requests keep their pages, but no other request will find them.
 
-        Running requests keep their pages, but no other request will find them.
+        Args:
+            with_adapters: True to load idle adapters again, too: their scales depend on the weights, and a loss of
+                device memory takes them.
         """
-        self.adapters.forget_idle()
+        if with_adapters:
+            self.adapters.forget_idle()
         self.encoder.forget()
         for shard in self.shards:
             shard.reset_prefix_cache()

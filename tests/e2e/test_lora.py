@@ -14,6 +14,7 @@ from jaxserve import LLM, LoRARequest, RequestError, SamplingParams
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.execution.program_store import compile_counter
+from jaxserve.execution.runner import Runner
 from jaxserve.pallas_kernels import native
 from jaxserve.weights.adapter_files import read_adapter
 from tests.adapters import adapted_logits, greedy_ids, write_adapters
@@ -125,6 +126,17 @@ def test_cached_pages_belong_to_the_content_of_an_adapter(start: Start, adapters
     with pytest.raises(RequestError, match="choose another name, or pass load_inplace=True"):
         num_cached(requests[0])
     llm.load_lora(LoRARequest("every", 1, str(directory / "every"), load_inplace=True))
+
+
+def test_a_reset_prefix_cache_leaves_adapters_in_their_slots(start: Start, requests, monkeypatch: pytest.MonkeyPatch):
+    llm = LLM.over(start(**LORA))
+    expected, loads = generate(llm, requests[:2], PROMPTS[:2]), []
+    monkeypatch.setattr(Runner, "_load_adapter", lambda self, *load: loads.append(load))
+    llm.reset_prefix_cache()
+    again = generate(llm, requests[:2], PROMPTS[:2])
+    assert not loads
+    assert [output.num_cached_tokens for output in again] == [0, 0]
+    assert list(map(bits, again)) == list(map(bits, expected))
 
 
 def test_an_activated_adapter_shares_the_pages_before_its_invocation(start: Start, adapters, llama: Path):
