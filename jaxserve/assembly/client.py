@@ -161,6 +161,11 @@ class CoreClient:
         num_tokens: int = self._call("save_pages", token_ids, salt, images)
         return num_tokens
 
+    def shared_pages(self) -> str:
+        """Return the identity of the pages in the shared store; empty without one."""
+        pages: str = self._call("shared_pages")
+        return pages
+
     def kv_bytes(self, num_tokens: int) -> int:
         """Return the size of keys and values for this number of tokens in a replica's pool."""
         num_bytes: int = self._call("kv_bytes", num_tokens)

@@ -45,7 +45,7 @@ MAX_MAKERS = 4  # threads that create constraints
 _FROM_ANY_THREAD = {
     *("wait_until_warm", "peak_rates", "describe_device", "estimate"),
     *("load_adapter", "unload_adapter", "adapters_in_use"),
-    *("save_pages", "kv_bytes"),
+    *("save_pages", "kv_bytes", "shared_pages"),
 }
 
 

@@ -20,7 +20,7 @@ from jaxserve.assembly.build import build_executors, check_sizes, naming_exhaust
 from jaxserve.assembly.device_state import Devices, NewWeights
 from jaxserve.assembly.lock_step import fail_others, follow, require_same_options
 from jaxserve.assembly.memory import claim_memory
-from jaxserve.assembly.page_tiers import build_movers, check_model, new_lookups
+from jaxserve.assembly.page_tiers import build_movers, check_model, new_lookups, shared_pages
 from jaxserve.assembly.parameters import adapter_layout
 from jaxserve.assembly.peer_adapters import FollowerAdapters, drop_everywhere, load_everywhere
 from jaxserve.assembly.weights_content import WeightsContent
@@ -245,6 +245,10 @@ class CoreHost:
             images: its images.
         """
         return max([replica.save_pages(token_ids, salt, images) for replica in self.core.replicas])
+
+    def shared_pages(self) -> str:
+        """Return the identity of the pages in the shared store; empty without one. Callable from any thread."""
+        return shared_pages(self.core.replicas[0].mover)
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Return the size of a number of tokens in a replica's pool; callable from any thread."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -149,6 +150,12 @@ def new_lookups(config: EngineConfig, mover: PageMover | None, schedule: Schedul
     store = mover.media[-1]
     assert isinstance(store, StorePages), "the store is the last tier"
     return PrefixLookups(len(mover.media), schedule.kv_groups, store.find)
+
+
+def shared_pages(mover: Any) -> str:
+    """Return the identity of a replica's pages in the shared store; empty without one."""
+    store = mover.media[-1] if isinstance(mover, PageMover) else None
+    return store.pages if isinstance(store, StorePages) else ""
 
 
 def _num_pages(option: str, size_gib: float, page_bytes: int, state_pages: int) -> int:

@@ -101,6 +101,8 @@ class RequestReader:
         *,
         lora_request: LoRARequest | None = None,
         shares_last_page: bool = False,
+        sends_prompt: bool = False,
+        takes_prompt: bool = False,
         reuse: ReuseHint | None = None,
         images: Sequence[ImageSpan] = (),
     ) -> RequestGroup:
@@ -114,6 +116,8 @@ class RequestReader:
             priority: class; lower numbers go first.
             lora_request: LoRA adapter; None for the base model.
             shares_last_page: see `Request`.
+            sends_prompt: see `Request`.
+            takes_prompt: see `Request`.
             reuse: when the client expects to use the prompt again.
             images: prepared images of a prompt whose token ids are expanded.
 
@@ -143,6 +147,7 @@ class RequestReader:
         adapter, start = self._adapters.resolve(lora_request, token_ids)
         for request in requests:
             request.shares_last_page = shares_last_page
+            request.sends_prompt, request.takes_prompt = sends_prompt, takes_prompt
             request.adapter, request.adapter_start = adapter, start
             request.reuse = hint
             request.images, request.axes = spans, axes

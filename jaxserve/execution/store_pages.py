@@ -81,6 +81,11 @@ class StorePages:
             thread.start()
         self._is_closed = False
 
+    @property
+    def pages(self) -> str:
+        """Identity of the pages, by weights and layout; empty if none are shared."""
+        return "" if self._current is None else self._current[1].fingerprint.hex()
+
     def new_tier(self) -> StoredPages:
         """Return an empty index: what the store has is asked for each prompt."""
         state_pages = 1 if self._state_bytes is None else -(-self._state_bytes.size // self._page_bytes.size)

@@ -37,6 +37,8 @@ from jaxserve.openai.fields import (
     ignored,
     only,
 )
+from jaxserve.openai.kv_transfer import FIELD as KV_TRANSFER
+from jaxserve.openai.kv_transfer import KVTransfer, read_transfer
 from jaxserve.openai.prompts import Prompt, read_prompts
 from jaxserve.openai.reuse_hints import HINT_FIELDS, read_hint
 from jaxserve.openai.tools import MessageForm
@@ -69,6 +71,7 @@ _IN_BATCHES: ObjectFields = {  # fields without effect in batch files
     "stream_options": only(why="a line of a batch file has a whole reply"),
     "priority": only(0, why="all lines of a batch file are of one batch"),
     "request_id": only(why="a line of a batch file has custom_id"),
+    KV_TRANSFER: only({}, why="a batch is computed by one server"),
 }
 _GENERATION: ObjectFields = {  # fields of both completions and chats
     **_COMMON,
@@ -82,7 +85,8 @@ _GENERATION: ObjectFields = {  # fields of both completions and chats
     "service_tier": ignored(only("auto", "default")),
     # vLLM's defaults, which some clients spell out
     **each(only(False), "use_beam_search", "watermarking", "return_token_offsets", "return_weight_versions"),
-    **each(only({}), "vllm_xargs", "media_io_kwargs", "mm_processor_kwargs", "kv_transfer_params"),
+    **each(only({}), "vllm_xargs", "media_io_kwargs", "mm_processor_kwargs"),
+    KV_TRANSFER: OBJECT,
     **each(only(True), "detokenize", "spaces_between_special_tokens"),
     **each(only(1), "length_penalty", "stream_interval"),
     "thinking_token_budget": only(-1),
@@ -175,6 +179,7 @@ class ParsedRequest:
         labels: names of the classification head's labels.
         adapter: name of the LoRA adapter; None for the base model.
         reuse: expected next use of the prompt; None if the body has no hint.
+        transfer: transfer of the prompt's pages between servers; None without one.
         ignored: accepted body fields without effect.
     """
 
@@ -206,6 +211,7 @@ class ParsedRequest:
     labels: tuple[str, ...] = ()
     adapter: str | None = None
     reuse: ReuseHint | None = None
+    transfer: KVTransfer | None = None
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -278,6 +284,7 @@ def read_fields(url: str, body: Any, context: BodyContext) -> tuple[Json, Json]:
     common: Json = {name: given[name] for name in ("model", "cache_salt", "request_id", "priority") if name in given}
     common |= {"adapter": model} if is_adapter else {}
     common["reuse"] = read_hint(given, reader)
+    common["transfer"] = read_transfer(given, reader)
     return given, {**common, "ignored": tuple(sorted(reader.ignored))}
 
 

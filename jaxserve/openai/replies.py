@@ -91,6 +91,7 @@ class Reply(AnyReply):
 
     Attributes:
         request, response_id, created_s: the arguments.
+        kv_transfer_params: for the server that continues; None without a transfer.
         logprobs: writes log probabilities.
     """
 
@@ -105,6 +106,7 @@ class Reply(AnyReply):
     ) -> None:
         self.request, self.response_id, self.created_s = request, response_id, created_s
         self._tokenizer = tokenizer
+        self.kv_transfer_params: Json | None = None
         self._head: Json = {
             "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{response_id}",
             "object": "chat.completion" if request.is_chat else "text_completion",
@@ -159,6 +161,7 @@ class Reply(AnyReply):
     def _extensions(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the further fields of vLLM's whole replies: metrics, and a chat's prompt with log probabilities."""
         fields: Json = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params"))
+        fields["kv_transfer_params"] = self.kv_transfer_params
         fields["metrics"] = _metrics(self.request, outputs)
         if self.request.is_chat:
             fields["prompt_logprobs"] = self.logprobs.prompt(outputs[0])

@@ -28,6 +28,8 @@ class RouterConfig:
         max_deaths: number of replicas that may die while they serve a request; after these the request fails, as it
             may be what kills them.
         max_body_bytes: maximum size of a request body.
+        min_transfer_tokens: estimated length from which a prompt is computed by a server with the role "kv_producer",
+            if there is one, before another server continues.
     """
 
     replicas: Sequence[str] = ()
@@ -40,6 +42,7 @@ class RouterConfig:
     failover_timeout_s: float = 30.0
     max_deaths: int = 3
     max_body_bytes: int = 8 * 2**20
+    min_transfer_tokens: int = 512
 
     def __post_init__(self) -> None:
         _SCHEMA.check(self)
@@ -71,7 +74,7 @@ _SCHEMA = Schema(
     {
         **dict.fromkeys(_TIMES, number(0, math.inf, excludes_low=True)),
         "failover_timeout_s": number(0),
-        **dict.fromkeys(("max_deaths", "max_body_bytes"), integer(1)),
+        **dict.fromkeys(("max_deaths", "max_body_bytes", "min_transfer_tokens"), integer(1)),
         "port": integer(0, 2**16 - 1),
     },
 )

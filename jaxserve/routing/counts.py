@@ -23,10 +23,11 @@ class Counts(Collector):
     Attributes:
         num_moved: streams that have continued on another replica, once per move.
         num_failed: requests that no replica could serve.
+        num_transferred: prompts that a producer has computed for another replica.
     """
 
     def __init__(self, replicas: Replicas) -> None:
-        self.num_moved = self.num_failed = 0
+        self.num_moved = self.num_failed = self.num_transferred = 0
         self._replicas = replicas
         self._attempts: Counter[tuple[str, str]] = Counter()  # by replica and outcome
         self._registry = CollectorRegistry()
@@ -51,6 +52,8 @@ class Counts(Collector):
             attempts.add_metric(labels, count)
         yield attempts
         yield CounterMetricFamily("jaxserve:router_moved_streams", "Streams continued on a replica.", self.num_moved)
+        text = "Prompts computed by a producer."
+        yield CounterMetricFamily("jaxserve:router_transferred_prompts", text, self.num_transferred)
         yield CounterMetricFamily("jaxserve:router_failed_requests", "Requests that failed.", self.num_failed)
         ready = GaugeMetricFamily("jaxserve:router_replica_ready", "1 if it gets requests.", None, ["replica"])
         running = GaugeMetricFamily("jaxserve:router_requests", "Requests that it serves.", None, ["replica"])

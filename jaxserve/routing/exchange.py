@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp import web
@@ -16,7 +17,9 @@ from multidict import CIMultiDict
 
 from jaxserve.errors import brief
 from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.format import CHAT, COMPLETIONS
 from jaxserve.openai.interfaces import error_body_at, error_status_at
+from jaxserve.openai.kv_transfer import FIELD as KV_TRANSFER
 from jaxserve.openai.messages import MESSAGES
 from jaxserve.openai.resumption import FIELD, HEADER, Delivered, ReplyIdentity, split_at_comments
 from jaxserve.scheduling.byte_prefix import TOKEN_BYTES, byte_prefix
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from jaxserve.routing.counts import Counts
     from jaxserve.routing.replicas import Load, Replica, Replicas
 
+logger = logging.getLogger(__name__)
+
 _HOP_HEADERS = frozenset(  # these concern one connection; RFC 9110, section 7.6.1
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer")
 ) | {"transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "expect"}
@@ -35,6 +40,9 @@ _PROMPT_FIELDS = tuple(
 )
 _HEADER = HEADER.decode()
 _EVENTS_TYPE = "text/event-stream"
+_TRANSFERRED = (COMPLETIONS, CHAT)
+_OUTPUT_FIELDS = ("max_completion_tokens", "stream_options", "min_tokens", "n", "best_of", "echo")
+_MISMATCH = 409  # status if a server cannot read another one's pages
 _REFUSALS = (503, 529)  # another replica may take the request; 529 is Anthropic's
 
 
@@ -52,6 +60,10 @@ class _RefusedError(Exception):
     def __init__(self, reply: web.Response) -> None:
         super().__init__()
         self.reply = reply
+
+
+class _AgainError(Exception):
+    """A replica that must be asked again, without the pages of another one."""
 
 
 class Exchange:
@@ -89,6 +101,7 @@ class Exchange:
         self._prefix = byte_prefix(body[start:], key.encode(errors="surrogateescape"), b"body")
         self._num_tokens = (len(body) - start) // TOKEN_BYTES
         self._reply: web.StreamResponse | None = None  # the stream to the client, once it has begun
+        self._transfer: dict[str, Any] | None = None  # what a producer has said about the prompt's pages
         self._delivered: Delivered | None = None  # None if the stream cannot move
 
     async def serve(self) -> web.StreamResponse:
@@ -97,6 +110,7 @@ class Exchange:
         Raises:
             BadRequestError: no replica can serve it, and the reply has not begun.
         """
+        await self._transfer_prompt()
         num_deaths, until_s = 0, 0.0
         tried: set[Replica] = set()
         refusal: web.Response | None = None
@@ -116,6 +130,8 @@ class Exchange:
             try:
                 with self._replicas.serving(replica, self._prefix, max(self._num_tokens - num_shared, 0)) as load:
                     return await self._attempt(replica, load)
+            except _AgainError:
+                continue
             except _RefusedError as refused:
                 refusal = refused.reply
                 tried.add(replica)
@@ -128,6 +144,36 @@ class Exchange:
                     until_s = time.monotonic() + self._config.failover_timeout_s
                     if (error := self._why_not_again(num_deaths)) is not None:
                         return await self._fail(error)
+
+    async def _transfer_prompt(self) -> None:
+        """Have a producer compute a long prompt, if there is one, so that another replica finds its pages.
+
+        Whatever goes wrong, the other replica computes what is missing.
+        """
+        is_long = self._num_tokens >= self._config.min_transfer_tokens
+        if self._path not in _TRANSFERRED or not is_long or not self._replicas.has_producer:
+            return
+        body = _for_producer(self._body)
+        choice = None if body is None else self._replicas.choose(self._prefix, self._num_tokens, from_producers=True)
+        if choice is None:
+            return
+        producer, num_shared = choice
+        options = {"headers": self._headers, "data": body}
+        try:
+            with self._replicas.serving(producer, self._prefix, max(self._num_tokens - num_shared, 0)):
+                async with producer.request("POST", self._request.rel_url.raw_path_qs, **options) as reply:
+                    found = json.loads(await reply.read()) if reply.status == 200 else None
+        except (aiohttp.ClientError, OSError) as error:
+            if self._request.transport is None or self._request.transport.is_closing():
+                raise  # the client has gone
+            self._replicas.fail(producer, f"a prompt could not be computed: {error!r}")
+            self._counts.lost(producer)
+            return
+        except ValueError:
+            found = None
+        if isinstance(found, dict) and isinstance(params := found.get(KV_TRANSFER), dict):
+            self._transfer = params
+            self._counts.num_transferred += 1
 
     def _why_not_again(self, num_deaths: int) -> BadRequestError | None:
         """Return why a request cannot be tried again after `num_deaths` deaths of replicas; None if it can."""
@@ -167,6 +213,10 @@ class Exchange:
         """Return a replica's reply; a stream is sent to the client meanwhile."""
         if reply.status in _REFUSALS:
             raise _RefusedError(await self._whole(reply))
+        if reply.status == _MISMATCH and self._transfer is not None:
+            logger.warning("a prompt is computed again: %s", brief((await reply.read()).decode(errors="replace")))
+            self._transfer = None
+            raise _AgainError
         if self._reply is not None and reply.status != 200:
             detail = brief((await reply.read()).decode(errors="replace"))
             message = f"the server has died, and another one cannot continue the stream: {detail}"
@@ -175,10 +225,12 @@ class Exchange:
 
     def _body_for_rest(self) -> bytes:
         """Return the body with the part of the stream that the client has got, if there is one."""
-        if self._delivered is None or self._reply is None:
+        fields: dict[str, Any] = {} if self._transfer is None else {KV_TRANSFER: self._transfer}
+        if self._delivered is not None and self._reply is not None:
+            fields[FIELD] = self._delivered.body_field()
+        if not fields:
             return self._body
-        field = json.dumps({FIELD: self._delivered.body_field()}, separators=(",", ":"))
-        return self._body.rstrip()[:-1] + b"," + field[1:].encode()
+        return self._body.rstrip()[:-1] + b"," + json.dumps(fields, separators=(",", ":"))[1:].encode()
 
     async def _whole(self, reply: aiohttp.ClientResponse) -> web.Response:
         """Return a whole reply."""
@@ -232,6 +284,22 @@ class Exchange:
         """Return the error if no replica is ready."""
         problems = "; ".join(f"{replica.url}: {replica.problem}" for replica in self._replicas.all if replica.problem)
         return BadRequestError(f"no server is ready: {problems or 'all refuse'}", None, "no_replica", 503)
+
+
+def _for_producer(body: bytes) -> bytes | None:
+    """Return a body with which a producer computes the prompt; None if its pages cannot be transferred."""
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(fields, dict) or KV_TRANSFER in fields:
+        return None
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt):
+        return None
+    fields = {name: value for name, value in fields.items() if name not in _OUTPUT_FIELDS}
+    fields |= {"max_tokens": 1, "stream": False, KV_TRANSFER: {"do_remote_decode": True, "do_remote_prefill": False}}
+    return json.dumps(fields).encode()
 
 
 def _without_hops(headers: Mapping[str, str]) -> CIMultiDict[str]:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from yarl import URL
 
+from jaxserve.api.kv_store_config import PRODUCER
 from jaxserve.errors import brief
 from jaxserve.routing.config import RouterConfig
 from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix, Router
@@ -35,11 +36,13 @@ class LoadReport:
         num_running: its running requests.
         num_waiting_tokens: uncomputed prompt tokens of its waiting requests.
         prompt_token_s: its time per prompt token; None if unknown.
+        is_producer: True if it computes prompts for other servers.
     """
 
     num_running: int = 0
     num_waiting_tokens: int = 0
     prompt_token_s: float | None = None
+    is_producer: bool = False
 
     @classmethod
     def from_reply(cls, reply: object) -> LoadReport:
@@ -53,7 +56,8 @@ class LoadReport:
         token_s = given.get("prompt_token_s")
         is_known = isinstance(token_s, float) and token_s > _MIN_TOKEN_S
         num_running = count("num_running" if "num_running" in given else "server_load")
-        return cls(num_running, count("num_waiting_tokens"), token_s if is_known else None)
+        is_producer = given.get("kv_role") == PRODUCER
+        return cls(num_running, count("num_waiting_tokens"), token_s if is_known else None, is_producer)
 
     @property
     def num_tokens(self) -> int:
@@ -184,6 +188,12 @@ class Replicas:
             await replica.close()
 
     @property
+    def has_producer(self) -> bool:
+        """True if a ready replica computes prompts for another ready one."""
+        roles = {replica.report.is_producer for replica in self.all if replica.problem is None}
+        return len(roles) == 2
+
+    @property
     def num_ready(self) -> int:
         """Number of replicas that get requests."""
         return sum(replica.problem is None for replica in self.all)
@@ -194,22 +204,29 @@ class Replicas:
         self._router.forget(replica.index)
         self._router.close(replica.index)
 
-    def choose(self, prefix: Prefix, num_tokens: int, tried: Collection[Replica] = ()) -> tuple[Replica, int] | None:
+    def choose(
+        self, prefix: Prefix, num_tokens: int, tried: Collection[Replica] = (), *, from_producers: bool = False
+    ) -> tuple[Replica, int] | None:
         """Return a ready replica for a request, and the prompt tokens that it is expected to have cached.
 
         Args:
             prefix: sampled prefixes of the prompt.
             num_tokens: estimated prompt tokens.
             tried: replicas that have refused the request.
+            from_producers: True to choose a producer; others are preferred otherwise.
 
         Returns:
             None if no replica is ready but these.
         """
+        ready = {replica for replica in self.all if replica.problem is None and replica not in tried}
+        suitable = {replica for replica in ready if replica.report.is_producer == from_producers}
+        if not suitable and not from_producers:
+            suitable = ready
         costs = [replica.report.prompt_token_s for replica in self.all]
         known = [cost for cost in costs if cost is not None]
         for replica, cost in zip(self.all, costs, strict=True):
             load = max(replica.load, replica.report.num_tokens) + round(replica.recent_tokens * _RECENT_WEIGHT)
-            self._router.set_load(replica.index, load, is_open=replica.problem is None and replica not in tried)
+            self._router.set_load(replica.index, load, is_open=replica in suitable)
             self._router.set_token_cost(replica.index, cost or (sum(known) / len(known) if known else 1.0))
         route = self._router.choose(prefix, num_tokens + ROW_CHARGE_TOKENS, only_open=True)
         return None if route is None else (self.all[route.replica], route.num_shared_tokens)

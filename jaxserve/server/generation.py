@@ -15,7 +15,7 @@ from jaxserve.openai.chats import has_images
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import ParsedRequest, naming_fields
 from jaxserve.openai.interfaces import INTERFACES, Interface, invoked_path
-from jaxserve.openai.replies import AnyReply
+from jaxserve.openai.replies import AnyReply, Reply
 from jaxserve.openai.resumption import HEADER, Delivered, ReplyIdentity
 from jaxserve.openai.translation import naming
 from jaxserve.server import http
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from jaxserve.api.outputs import RequestOutput
     from jaxserve.api.stream_events import Increment
     from jaxserve.core.growing_outputs import RequestGroup
+    from jaxserve.openai.kv_transfer import KVTransfer
     from jaxserve.server.call import Call
     from jaxserve.server.http import Json
     from jaxserve.server.service import Service
@@ -148,7 +149,7 @@ class Generation:
                     if request.stream:
                         await self._stream(call, stream, reply, headers, resumption, has_echo=request.echo)
                     else:
-                        await self._reply(call, stream, reply, headers, has_echo=request.echo)
+                        await self._reply(call, stream, reply, headers, request.transfer, has_echo=request.echo)
         finally:
             if self._service.traces is not None:
                 self._service.traces.note(call.headers, groups)
@@ -162,6 +163,8 @@ class Generation:
         service = self._service
         request = interface.read(body, partial(service.parse, call=call), self._engine.schedule.max_model_len)
         service.check_size(request)
+        if request.transfer is not None:
+            request = self._transferring(request, request.transfer)
         request = replace(request, cache_salt=call.salt(request.cache_salt))
         if identity is not None and request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=identity.seed))
@@ -170,6 +173,29 @@ class Generation:
             limits = service.admission.limits.tenant_limits(call.tenant)
             request = replace(request, priority=allowed_priority(request.priority, limits))
         return request, self._prepare_all(interface, request)
+
+    def _transferring(self, request: ParsedRequest, transfer: KVTransfer) -> ParsedRequest:
+        """Return a request whose prompt is computed for another server, or by one; the former has one output token.
+
+        Raises:
+            BadRequestError: the servers cannot share pages.
+        """
+        transfer.check(self._engine.host.shared_pages())
+        if len(request.prompts) > 1:
+            message = f"a request with kv_transfer_params must have one prompt, got {len(request.prompts)}"
+            raise BadRequestError(message, "kv_transfer_params")
+        if not transfer.sends:
+            return request
+        return replace(request, params=request.params.clone({"max_tokens": 1, "min_tokens": 0, "n": 1}))
+
+    def _save_prompt(self, transfer: KVTransfer, groups: Sequence[RequestGroup]) -> Json:
+        """Write a prompt's pages to the shared store, and return what its reply tells the other server."""
+        (group,), page_size = groups, self._engine.schedule.page_size
+        request, host = group.requests[0], self._engine.host
+        ids, salt = request.prompt_token_ids, request.salt.decode(errors="surrogatepass")
+        num_saved, num_needed = host.save_pages(ids[:-1], salt, request.images), len(ids) - 1
+        num_saved = num_needed if num_saved == num_needed // page_size * page_size else num_saved
+        return transfer.reply(host.shared_pages(), group.request_id, num_saved, page_size)
 
     def _prepare_all(self, interface: Interface, request: ParsedRequest) -> list[RequestGroup]:
         """Return a group for each prompt of a request; RequestError if the engine cannot serve one."""
@@ -182,6 +208,8 @@ class Generation:
             tenant=request.tenant,
             priority=request.priority or 0,
             reuse=request.reuse,
+            sends_prompt=request.transfer is not None and request.transfer.sends,
+            takes_prompt=request.transfer is not None and not request.transfer.sends,
             lora_request=self._service.adapters.request(request.adapter),
         )
         for prompt in request.prompts:
@@ -194,11 +222,20 @@ class Generation:
         return groups
 
     async def _reply(
-        self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers, *, has_echo: bool
+        self,
+        call: Call,
+        stream: Stream,
+        reply: AnyReply,
+        headers: http.Headers,
+        transfer: KVTransfer | None,
+        *,
+        has_echo: bool,
     ) -> None:
-        """Wait until all groups of a stream have ended, and send the whole reply."""
+        """Wait until all groups of a stream have ended, and their pages are stored, and send the whole reply."""
         await stream.run()
         self._check_whole(stream)
+        if transfer is not None and transfer.sends and isinstance(reply, Reply):
+            reply.kv_transfer_params = await call.in_workers(partial(self._save_prompt, transfer, stream.groups))
         outputs = [group.output for group in stream.groups]
         if sum(num_values(each, has_echo=has_echo) for each in outputs) <= MAX_VALUES:
             await call.send_json(reply.body(outputs), headers=headers)

@@ -170,12 +170,14 @@ class Observer(Collector):
         wait = self.wait()
         return 0.0 if wait is None else float(wait.start_s)
 
-    def load(self) -> dict[str, int | float]:
-        """Return the work in the engine, and its time per prompt token if steps were measured."""
-        found: dict[str, int | float] = {
+    def load(self) -> dict[str, int | float | str]:
+        """Return the work in the engine, its time per prompt token if steps were measured, and its role."""
+        found: dict[str, int | float | str] = {
             "num_running": self._engine.occupancy.num_running,
             "num_waiting_tokens": self.wait_estimator.num_waiting_tokens(),
         }
+        if self._engine.config.kv_store is not None:
+            found["kv_role"] = self._engine.config.kv_role
         if seconds := self.wait_estimator.prefill_s(_TYPICAL_TOKENS):
             found["prompt_token_s"] = seconds / _TYPICAL_TOKENS
         return found

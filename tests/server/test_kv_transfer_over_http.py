@@ -1,0 +1,142 @@
+"""Prefill on one server and decode on another: vLLM's protocol, by hand and through the router."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import pytest
+
+from jaxserve import __version__
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.engine import Engine
+from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import tokens
+from tests.routing.conftest import Replica, routed
+from tests.server.conftest import Running, running
+from tests.soon_compiled import as_shipped
+
+pytestmark = pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
+
+PAGE_SIZE = SIZES["page_size"]
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+SEEDED = GREEDY | {"temperature": 1, "seed": 5}
+PRODUCE = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class Pair(NamedTuple):
+    """Two servers with one store."""
+
+    producer: Running
+    consumer: Running
+
+
+@pytest.fixture(scope="module")
+def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    store = str(tmp_path_factory.mktemp("store"))
+    with ExitStack() as stack:
+        servers = []
+        for role in ("kv_producer", "kv_consumer"):
+            with as_shipped():
+                engine = Engine(EngineConfig(str(llama), **SIZES, kv_store=store, kv_role=role))
+            engine.wait_until_warm()
+            stack.callback(engine.close)
+            servers.append(stack.enter_context(running(engine, served_model_name=["tiny"])))
+        yield Pair(*servers)
+
+
+def post(server: Running, status: int = 200, **body: Any) -> Any:
+    reply = server.client.post("/v1/completions", json=body)
+    assert reply.status_code == status, reply.text
+    return reply.json()
+
+
+def ids(reply: Any) -> list[int]:
+    """Return the generated token ids."""
+    found: list[int] = reply["choices"][0]["token_ids"]
+    return found
+
+
+@pytest.mark.parametrize("fields", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("num_tokens", [30, 31, 32, 33])
+def test_a_consumer_computes_only_the_last_token(pair: Pair, num_tokens: int, fields: dict[str, Any]) -> None:
+    """Whatever part of the last page the prompt fills; each page is stored and loaded once."""
+    producer, consumer = pair
+    prompt = tokens(num_tokens, (num_tokens, fields["temperature"]))
+    expected = ids(post(consumer, prompt=prompt, cache_salt="alone", **fields))
+    stored, loaded = producer.engine.stats.num_stored_pages, consumer.engine.stats.num_loaded_pages
+    reply = post(producer, prompt=prompt, kv_transfer_params=PRODUCE, **fields)
+    params = reply["kv_transfer_params"]
+    num_pages = -(-(num_tokens - 1) // PAGE_SIZE)
+    assert ids(reply) == expected[:1]
+    assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
+    assert (params["remote_num_tokens"], len(params["remote_block_ids"])) == (num_tokens - 1, num_pages)
+    reply = post(consumer, prompt=prompt, kv_transfer_params=params, **fields)
+    assert ids(reply) == expected
+    assert reply["kv_transfer_params"] is None
+    by_tier = reply["usage"]["prompt_tokens_details"]["cached_tokens_by_tier"]
+    assert by_tier == {"device": 0, "host": 0, "disk": 0, "store": num_tokens - 1}
+    assert producer.engine.stats.num_stored_pages - stored == num_pages
+    assert consumer.engine.stats.num_loaded_pages - loaded == num_pages
+
+
+def test_other_weights_and_versions_are_refused_by_name(pair: Pair, server: Running) -> None:
+    prompt = tokens(9, "refused")
+    params = post(pair.producer, prompt=prompt, kv_transfer_params=PRODUCE)["kv_transfer_params"]
+    for changed, words in (
+        ({"remote_version": "9.9"}, ("9.9", __version__)),
+        ({"remote_pages": "ab" * 16}, ("ab" * 16, params["remote_pages"])),
+    ):
+        error = post(pair.consumer, 409, prompt=prompt, kv_transfer_params=params | changed)["error"]
+        assert error["code"] == "kv_mismatch"
+        assert all(word in error["message"] for word in words)
+    for sent, words in (
+        (PRODUCE | {"do_remote_prefill": True}, "only one of"),
+        (PRODUCE | {"nonsense": 1}, "nonsense"),
+        ("yes", "kv_transfer_params must be"),
+    ):
+        assert words in str(post(pair.consumer, 400, prompt=prompt, kv_transfer_params=sent))
+    assert "stream must be false" in str(
+        post(pair.consumer, 400, prompt=prompt, kv_transfer_params=PRODUCE, stream=True)
+    )
+    assert "--kv-store" in str(post(server, 400, prompt=prompt, kv_transfer_params=PRODUCE))
+    assert post(server, prompt=prompt, kv_transfer_params={})["kv_transfer_params"] is None
+
+
+def test_a_router_sends_long_prompts_to_a_producer_first(pair: Pair) -> None:
+    """Whether the producer answers, refuses, dies before or in its reply, or lies: the reply is the same."""
+    ports = [urlsplit(each.url).port for each in pair]
+    producer, consumer = (
+        Replica(backend=port, load=server.client.get("/load").json()) for port, server in zip(ports, pair, strict=True)
+    )
+    with routed([producer, consumer], min_transfer_tokens=40) as router:
+
+        def check(name: str, num_transferred: int) -> None:
+            prompt = tokens(60, name)
+            expected = ids(post(pair.consumer, prompt=prompt, cache_salt="alone", **GREEDY))
+            before = router.app.counts.num_transferred
+            reply = router.client.post("/v1/completions", json={"prompt": prompt, **GREEDY})
+            assert reply.status_code == 200, reply.text
+            assert ids(reply.json()) == expected
+            assert router.app.counts.num_transferred - before == num_transferred
+            cached = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached == (59 if num_transferred else cached)
+            assert len(consumer.bodies) == 1
+            producer.bodies.clear()
+            consumer.bodies.clear()
+
+        check("whole", 1)
+        producer.is_full = True
+        check("refused", 0)
+        producer.is_full = False
+        for number, cut in enumerate((0, 40, 200)):  # before the reply, in its head, in its body
+            for _ in range(500):
+                if router.app.replicas.has_producer:
+                    break
+                router.client.get("/health")
+            assert router.app.replicas.has_producer
+            producer.cuts.append(cut)
+            check(f"cut {number}", 0)
+        assert ids(router.client.post("/v1/completions", json={"prompt": [1, 2], **GREEDY}).json())
+        assert not producer.bodies, "short prompts are computed by consumers alone"
