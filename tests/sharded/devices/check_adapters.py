@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve import LLM, LoRARequest, SamplingParams
 from jaxserve.api.config import EngineConfig
-from jaxserve.api.lora_request import EXPERTS, LORA_EXTRAS
+from jaxserve.api.lora_request import EXPERTS, LATENTS, LORA_EXTRAS
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.models.adapted_specs import adapted_specs, embeddings
@@ -101,6 +101,20 @@ def test_tokens_are_those_of_one_device(start: Start, case: tuple[int, str]) -> 
     assert_equal(*outputs)
 
 
+@pytest.mark.parametrize("num_devices", mainly([4], 2))
+def test_latents_have_the_tokens_of_one_device(mixture: Mixture, num_devices: int) -> None:
+    """Adapters of all MLA matrices; devices have some of the heads, and thus some rows of `kv_b_proj`."""
+    path, _ = mixture("deepseek_v3")
+    outputs = []
+    for sizes in ({}, {"tensor_parallel_size": num_devices}):
+        options: dict[str, Any] = SHARD_SIZES | LORA | {"lora_extras": [LATENTS]}
+        llm = LLM.over(DrivenEngine(EngineConfig(str(path), **options | sizes | {"multi_step": 1})))
+        for seed, name in enumerate("ab"):
+            llm.update_lora(name, factors(llm, seed, LATENTS), {"r": 4, "lora_alpha": 4})
+        outputs.append(llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=REQUESTS))
+    assert_equal(*outputs)
+
+
 CASES = [(4, 2, "auto", False), (4, 2, "auto", True), (2, 1, "auto", False), (2, 2, "xla", True), (4, 1, "xla", False)]
 
 
@@ -115,16 +129,16 @@ def test_experts_have_the_tokens_of_one_device(mixture: Mixture, case: tuple[int
         options: dict[str, Any] = SHARD_SIZES | LORA | {"lora_extras": LORA_EXTRAS, "linear_backend": backend}
         llm = LLM.over(DrivenEngine(EngineConfig(str(path), **options | sizes | {"multi_step": 1})))
         for seed, name in enumerate("ab"):
-            factors = {key: x for key, x in tensors(llm, seed).items() if not key.endswith("bias")}
-            llm.update_lora(name, factors | expert_tensors(llm, seed), {"r": 4, "lora_alpha": 4})
+            others = {key: x for key, x in tensors(llm, seed).items() if not key.endswith("bias")}
+            llm.update_lora(name, others | factors(llm, seed, EXPERTS), {"r": 4, "lora_alpha": 4})
         outputs.append(llm.generate(PROMPTS, PARAMS, use_tqdm=False, lora_request=REQUESTS))
     assert_equal(*outputs)
 
 
-def expert_tensors(llm: LLM, seed: int) -> dict[str, np.ndarray]:
-    """Return random factors for all matrices in layers, experts' too."""
+def factors(llm: LLM, seed: int, extra: str) -> dict[str, np.ndarray]:
+    """Return random factors for all matrices in layers, and those of an extra."""
     rng, arch, found = np.random.default_rng(seed), llm.engine.arch, {}
-    for each in adapted_specs(arch, arch, (EXPERTS,)):
+    for each in adapted_specs(arch, arch, (extra,)):
         for part in each.parts:
             for name, shape in (("A", (4, each.spec.shape[1])), ("B", (each.num_rows(part), 4))):
                 drawn = (0.2 * rng.normal(size=shape)).astype(np.float32)
