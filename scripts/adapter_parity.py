@@ -3,6 +3,9 @@
     python scripts/adapter_parity.py                                # needs the test extra
     python scripts/adapter_parity.py --families llama --json out.json
 
+Two families have a quantised base. For "llama, int8" each matrix is rounded to what blocks of int8 hold exactly, as
+`quantization="int8"` stores it; "llama, GGUF" is a file of Q8_0 by the gguf package. PEFT has the same values.
+
 For each pair it prints the largest difference in log probabilities of a prompt's tokens, and whether the greedy
 continuation is the same. PEFT runs each adapter by itself, as it mixes none with DoRA or with experts.
 """
@@ -28,7 +31,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
     "qwen3_moe": {"target_modules": ATTENTION},
     "deepseek_v3": {"target_modules": MLA},
+    "llama, int8": {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
+    "llama, GGUF": {"target_modules": [*ATTENTION, "gate_proj", "up_proj", "down_proj"]},
 }
+INT8_BLOCK, INT8_STEP = 64, 2.0**-10  # weights that share a scale, and the scale
 SIZES: dict[str, dict[str, Any]] = {"qwen3_moe": {"num_hidden_layers": 2, "decoder_sparse_step": 1}}
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -40,6 +46,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "modules_to_save": {"r": 4, "modules_to_save": ["embed_tokens", "lm_head"]},
     "lora_bias": {"r": 4, "lora_bias": True},
     "use_dora": {"r": 8, "use_dora": True},
+    "use_dora, embeddings": {"r": 8, "use_dora": True, "target_modules": ["o_proj", "embed_tokens", "lm_head"]},
+    "trainable_tokens": {
+        "r": 4,
+        "trainable_token_indices": {"embed_tokens": [*range(3, 60)], "lm_head": [*range(9, 90)]},
+    },
     "routed experts": {"r": 4, "target_parameters": PARAMETERS},
     "latents": {"r": 8, "target_modules": [*MLA, "kv_b_proj"]},
 }
@@ -52,20 +63,41 @@ def variants(family: str) -> dict[str, dict[str, Any]]:
     return {name: FAMILIES[family] | VARIANTS[name] for name in names}
 
 
+def write_base(family: str, directory: Path) -> tuple[Any, dict[str, Any]]:
+    """Write a family's base; return it as transformers has it, and the options with which jaxserve serves it."""
+    from tests.checkpoints import write_checkpoint  # noqa: PLC0415 - the oracle needs torch
+    from tests.oracles import torch  # noqa: PLC0415
+    from tests.weights.gguf_files import write_gguf  # noqa: PLC0415
+
+    if family == "llama, GGUF":
+        model = write_gguf(directory / "model.gguf", "Q8_0")
+        return model, {"model": str(directory / "model.gguf"), "dtype": "float32"}
+    path, name = directory / "model", family.partition(",")[0]
+    model = write_checkpoint(path, name, **SIZES.get(family, {}))
+    if family != "llama, int8":
+        return model, {"model": str(path)}
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            elements = torch.clamp(torch.round(parameter.data / INT8_STEP), -126, 126)
+            elements[:, ::INT8_BLOCK] = 127  # the largest one in each block, which thus has this scale
+            parameter.data = elements * INT8_STEP
+    model.save_pretrained(path)
+    return model, {"model": str(path), "quantization": "int8"}
+
+
 def compare(family: str, directory: Path) -> dict[str, dict[str, Any]]:
     """Return the results by variant."""
     sys.path.insert(0, str(ROOT))
     from tests.adapters import greedy_ids, separate_logits, write_adapters  # noqa: PLC0415 - the oracle needs torch
-    from tests.checkpoints import write_checkpoint  # noqa: PLC0415
 
-    model, configs = write_checkpoint(directory / "model", family, **SIZES.get(family, {})), variants(family)
+    (model, base), configs = write_base(family, directory), variants(family)
     pefts = {name: write_adapters(copy.deepcopy(model), directory, {name: fields}) for name, fields in configs.items()}
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, model.config.vocab_size, 7 + index).tolist() for index in range(len(configs))]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, prompt_logprobs=20)
     lora = {"enable_lora": True, "max_loras": len(configs), "max_lora_rank": 64, "lora_extras": LORA_EXTRAS}
     options: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 64, "compile_ahead": "minimal"}
-    llm = LLM(str(directory / "model"), skip_tokenizer_init=True, **options, **lora)
+    llm = LLM(skip_tokenizer_init=True, **base, **options, **lora)
     requests = [LoRARequest(name, 1, str(directory / name)) for name in configs]
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     outputs = llm.generate(given, params, use_tqdm=False, lora_request=requests)
