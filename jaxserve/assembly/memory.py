@@ -165,6 +165,7 @@ def build_schedule(
         pools=arch.pooler is not None,
         num_encoder_rows=encoder_rows(config, arch),
         encoder_costs=encoder_costs(arch),
+        num_encoder_layers=1 if arch.images is None else arch.images.tower.num_layers,
         score_costs=score_costs(config, arch),
         has_position_axes=arch.images is not None and arch.images.has_axes,
         sees_images=arch.sees_images,
@@ -274,6 +275,14 @@ def _encoder_bytes(arch: ArchConfig) -> int:
     return 4 * tower.buckets[-1] * (2 * widest + 4 * tower.hidden_size + 2 * tower.patch_size)
 
 
+def _begun_image_bytes(arch: ArchConfig) -> int:
+    """Return a bound on the hidden states that an image has between two parts of its encoding; 0 without images."""
+    if arch.images is None:
+        return 0
+    tower = arch.images.tower
+    return 4 * tower.buckets[-1] * (tower.hidden_size * len({0, *tower.feature_layers}) + tower.head_dim + 4)
+
+
 def state_bytes(arch: ArchConfig) -> int:
     """Return the recurrent state bytes per sequence on a device with the shard `arch`."""
     return tree_bytes(jax.eval_shape(partial(new_states, arch, 1)))
@@ -347,7 +356,7 @@ def accelerator_pool_bytes(
     """
     pool_bytes = min(total_bytes * config.gpu_memory_utilization, limit_bytes)
     temporaries = max(activation_bytes(config, arch), _encoder_bytes(arch))  # a step and the tower run in turn
-    kept = temporaries + slot_bytes(config, arch, on_cpu=False)
+    kept = temporaries + slot_bytes(config, arch, on_cpu=False) + _begun_image_bytes(arch)
     return float(pool_bytes - used_bytes - kept)
 
 

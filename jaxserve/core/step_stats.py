@@ -155,8 +155,8 @@ class StepStatsWriter:
             num_draft_rounds=0 if rounds is None else int((rounds.drafted > 0).sum()),
             accepted_per_position=Counts() if rounds is None else _by_position(rounds.accepted),
             expert_tokens=LayerCounts() if expert_tokens is None else LayerCounts.from_rows(expert_tokens.tolist()),
-            num_encoder_inputs=len(plan.encoder_runs),
-            num_encoder_output_tokens=sum(len(run.rows) for run in plan.encoder_runs),
+            num_encoder_inputs=sum(run.is_last for run in plan.encoder_runs),
+            num_encoder_output_tokens=sum(len(run.rows) for run in plan.encoder_runs if run.is_last),
         )
 
 

@@ -11,8 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
+from jaxserve.models.params import Params, ScannedLayers
 from jaxserve.models.vision import tower
 from jaxserve.models.vision.arch import VisionArch
+from jaxserve.models.vision.encoder import TowerState
 from jaxserve.models.vision.inputs import EncoderInputs, TowerImage
 
 if TYPE_CHECKING:
@@ -39,6 +41,84 @@ def make_encode(arch: VisionArch) -> Encode:
     return encode
 
 
+class TowerPrograms(NamedTuple):
+    """Programs that encode images in parts.
+
+    Attributes:
+        begin: (params, inputs) -> state before the first layer.
+        layer: (layer's params, state, numbers) -> state after it, to be jitted with the state donated. Numbers are the
+            layer's index in its stack, and those of `tower.layer_numbers`.
+        finish: (params, cache, state, inputs, rows) -> cache, to be jitted with the cache donated. Inputs have no
+            patches.
+    """
+
+    begin: Callable[[Any, EncoderInputs], TowerState]
+    layer: Callable[[Any, TowerState, Array], TowerState]
+    finish: Callable[[Any, Array, TowerState, EncoderInputs, Array], Array]
+
+
+def make_parts(arch: VisionArch, *, is_stacked: bool = False) -> TowerPrograms:
+    """Return the programs that encode images in parts, with as many calls of `layer` as the tower has layers."""
+
+    def layer(p: Any, state: TowerState, numbers: Int[Array, " 3"]) -> TowerState:
+        own = jax.tree.map(lambda stack: stack[numbers[0]], p) if is_stacked else p
+        with jax.named_scope("encode"):
+            return tower.run_layer(own, arch, state, numbers[1:])
+
+    def finish(
+        params: Any,
+        cache: Float[Array, "N features"],
+        state: TowerState,
+        inputs: EncoderInputs,
+        rows: Int[Array, " E"],
+    ) -> Float[Array, "N features"]:
+        with jax.named_scope("encode"):
+            embeddings = tower.finish(params, arch, state, inputs)
+        return cache.at[rows].set(embeddings.astype(cache.dtype), mode="drop")
+
+    return TowerPrograms(lambda params, inputs: tower.begin(params, arch, inputs), layer, finish)
+
+
+class TowerLayer(NamedTuple):
+    """Parameters of one encoder layer.
+
+    Attributes:
+        params: its parameters, or stacks of several layers'.
+        row: its index in the stacks; 0 without.
+        is_stacked: True if it is in stacks.
+        kind: number of its program: layers with equal shapes have one.
+    """
+
+    params: Params
+    row: int
+    is_stacked: bool
+    kind: int
+
+
+def tower_layers(params: Params) -> list[TowerLayer]:
+    """Return a tower's layers in order."""
+    layers = params["layers"]
+    found: list[tuple[Params, int, bool]] = []
+    if isinstance(layers, ScannedLayers):
+        count = len(jax.tree.leaves(layers.periodic)[0])
+        found += [(each, index, True) for index in range(count) for each in layers.periodic]
+        found += [(each, 0, False) for each in layers.rest]
+    else:
+        found += [(each, 0, False) for each in layers]
+    kinds: dict[Any, int] = {}
+    result = []
+    for each, index, is_stacked in found:
+        leaves, structure = jax.tree.flatten(each)
+        key = structure, is_stacked, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+        result.append(TowerLayer(each, index, is_stacked, kinds.setdefault(key, len(kinds))))
+    return result
+
+
+def outer(params: Params) -> Params:
+    """Return a tower's parameters without its layers."""
+    return {name: each for name, each in params.items() if name != "layers"}
+
+
 def encoder_buckets(arch: VisionArch, max_embeddings: int) -> tuple[int, ...]:
     """Return the numbers of patches for which programs are compiled, for images with up to `max_embeddings`.
 
@@ -59,7 +139,7 @@ class PackedRun(NamedTuple):
 
 
 def pack_run(arch: VisionArch, run: EncoderRun) -> PackedRun:
-    """Return the host arrays of an encoder run."""
+    """Return the host arrays of an encoder run for the whole image."""
     size = arch.bucket(len(run.image.patches))
     rows = np.full(arch.max_embeddings(size), _NO_ROW, np.int32)
     rows[: len(run.rows)] = run.rows

@@ -23,7 +23,14 @@ from jaxserve.execution.batch import (
     num_copies,
 )
 from jaxserve.execution.compaction import Compact, make_compact
-from jaxserve.execution.encoder_program import abstract_inputs, encoder_buckets, make_encode
+from jaxserve.execution.encoder_program import (
+    abstract_inputs,
+    encoder_buckets,
+    make_encode,
+    make_parts,
+    outer,
+    tower_layers,
+)
 from jaxserve.execution.moved_pools import kv_pools, state_pools
 from jaxserve.execution.page_programs import MOVED_STATES, KVLayout, PageProgram, PagePrograms
 from jaxserve.execution.pooling_program import make_pooling_step
@@ -291,7 +298,46 @@ class Lowering:
             return {}
         max_embeddings = min(self.schedule.num_encoder_rows, self.schedule.max_model_len)
         sizes = encoder_buckets(self.arch.images.tower, max_embeddings)
-        return {encoder_name(size): partial(self._encoder, size) for size in sizes}
+        in_parts = set(self.schedule.sizes_in_parts)
+        programs: dict[str, Lower] = {}
+        for size in sizes:
+            programs |= self._parts(size) if size in in_parts else {encoder_name(size): partial(self._encoder, size)}
+        return programs
+
+    def _parts(self, num_patches: int) -> dict[str, Lower]:
+        """Return functions that trace and lower the programs that encode an image in parts, by name."""
+        assert self.model.arch.images is not None, "a model with a vision tower takes images"
+        tower, cache = self.model.arch.images.tower, self.abstract_state.encoder_cache
+        own = partial(jax.tree.map, lambda x: self._operand(x.shape, x.dtype))
+        inputs, rows = map(own, abstract_inputs(tower, num_patches))
+        params, later, programs = self.param_shapes[VISION], inputs._replace(patches=None), make_parts(tower)
+        with using_matmul_backend(self.linear_backend):
+            begin = self._over_devices(programs.begin, (outer(params), inputs), PartitionSpec())
+            state = own(jax.eval_shape(begin, outer(params), inputs))
+        finish = programs.finish, (outer(params), cache, state, later, rows), specs_of(cache) if self.mesh else None, 1
+        found: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, int | None]] = {
+            encoder_name(num_patches, "begin"): (programs.begin, (outer(params), inputs), PartitionSpec(), None),
+            encoder_name(num_patches, "finish"): finish,
+        }
+        for each in tower_layers(params):
+            layer = make_parts(tower, is_stacked=each.is_stacked).layer
+            args = each.params, state, self._operand((3,), jnp.int32)
+            found[encoder_name(num_patches, f"layer {each.kind}")] = layer, args, PartitionSpec(), 1
+        return {name: partial(self._tower_program, *each) for name, each in found.items()}
+
+    def _tower_program(
+        self, program: Callable[..., Any], args: tuple[Any, ...], specs: Any, donated: int | None
+    ) -> jax.stages.Lowered:
+        """Trace and lower a program that encodes a part."""
+        program = self._over_devices(program, args, specs)
+        if self.mesh is None:
+            args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        with using_matmul_backend(self.linear_backend):
+            return self._trace(program, args, donated=donated, options=self.compiler_options)
+
+    def _over_devices(self, program: Callable[..., Any], args: tuple[Any, ...], specs: Any) -> Callable[..., Any]:
+        """Return a program of one device's shards as one of global arrays."""
+        return program if self.mesh is None else over_devices(program, self.mesh, args, specs)
 
     def _encoder(self, num_patches: int) -> jax.stages.Lowered:
         """Trace and lower the program that encodes an image with up to `num_patches` patches."""
@@ -399,9 +445,9 @@ class Lowering:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
 
 
-def encoder_name(num_patches: int) -> str:
-    """Return the encoder program's name for images with up to `num_patches` patches."""
-    return f"encode {num_patches}"
+def encoder_name(num_patches: int, part: str = "") -> str:
+    """Return the encoder program's name for images with up to `num_patches` patches, or the name for a part of it."""
+    return f"encode {num_patches} {part}".rstrip()
 
 
 def known_options(options: Options) -> Options:

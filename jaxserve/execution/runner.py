@@ -13,8 +13,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.execution.encoder_program import pack_run
-from jaxserve.execution.lowering import encoder_name
+from jaxserve.execution.encoder_runner import EncoderRunner
 from jaxserve.execution.packer import BatchPacker, StepUpload
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.execution.programs import Programs
@@ -128,6 +127,7 @@ class Runner:
         self.param_shapes, self._draft_shapes = lowering.param_shapes, lowering.draft_shapes
         self.packer = BatchPacker(schedule, seed, arch.vocab_size)
         self.adapter_arrays: Callable[[str], Params] = _no_adapters
+        self._encoder: EncoderRunner | None = None  # from the first image on
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
         self._logprob_layout = lowering.model.logprobs
         # XLA's CPU client allows 32 programs in flight per device. Beyond that, it starts a step on some devices and
@@ -173,7 +173,7 @@ class Runner:
         """Wait for the steps in flight, failed or not, and drop weights, state and programs."""
         self.programs.close()
         _is_sound(self.state)
-        self.params, self.draft_params, self.state = {}, {}, None
+        self.params, self.draft_params, self.state, self._encoder = {}, {}, None, None
         self._sleeping_params, self._sleeping_draft = None, {}
 
     def sleep(self, *, keep_weights: bool) -> None:
@@ -185,7 +185,7 @@ class Runner:
             self._sleeping_params = None
         if self.draft_params:  # nobody will supply new ones
             self._sleeping_draft = jax.device_get(self.draft_params)
-        self.params, self.draft_params, self.state = {}, {}, None
+        self.params, self.draft_params, self.state, self._encoder = {}, {}, None, None
 
     def wake_weights(self) -> None:
         """Restore the weights with their shardings, if they were kept."""
@@ -295,12 +295,13 @@ class Runner:
             jax.block_until_ready(stacks)
 
     def _encode(self, run: EncoderRun) -> None:
-        """Encode an image. Only the encoder cache passes through the program."""
+        """Encode an image, or a part. Of the state, only the encoder cache passes through the programs."""
         assert self.state is not None, "a state that sleeps gets no images"
         assert self.arch.images is not None, "a model without a vision tower gets no images"
-        num_patches, inputs, rows = pack_run(self.arch.images.tower, run)
-        encode = self.programs.encoders[encoder_name(num_patches)]
-        cache = encode(self.params[VISION], self.state.encoder_cache, inputs, rows)
+        assert self.state.encoder_cache is not None, "a model that takes images has an encoder cache"
+        if self._encoder is None:
+            self._encoder = EncoderRunner(self.arch.images.tower, self.programs.encoders)
+        cache = self._encoder.run(run, self.params[VISION], self.state.encoder_cache)
         self.state = dataclasses.replace(self.state, encoder_cache=cache)
         if self._one_at_a_time:
             jax.block_until_ready(cache)

@@ -8,9 +8,13 @@ used first.
 
 Limits. A chunk ends before an image that cannot be encoded in this plan: because its blocks are held, or because the
 plan's encoder runs would cost more than the tokens that a plan may have. A run costs as many tokens as have its FLOPs,
-padding included, so that runs delay decoding rows by no more than a step. A plan may always encode one image. Nobody
-starves: a row that waits for an image has passed all earlier ones and holds none, and a row that holds an image can
-compute its tokens.
+padding included, so that runs delay decoding rows by no more than a step. A plan may always encode one image whose
+run costs no more than a step. Nobody starves: a row that waits for an image has passed all earlier ones and holds none,
+and a row that holds an image can compute its tokens.
+
+Parts. While rows decode, an image whose run costs more than a step is encoded in parts, each with as many of the
+tower's layers as the plan can pay for, or one. There is one such image at a time, and tenants take turns. If its part
+leaves no budget for another request's smaller images, these have the next plan.
 
 Whole images. If tokens of an image see the whole image, one step computes them: a chunk ends before an image that it
 does not hold, and is extended to hold one that it begins with.
@@ -19,7 +23,7 @@ does not hold, and is extended to hold one that it begins with.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +31,8 @@ from numpy.typing import NDArray
 
 from jaxserve.errors import RequestError
 from jaxserve.images.prepared import ImageSpan, PreparedImage
-from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.request import Request, RequestStatus
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.step_plan import EncoderRun
 
 BLOCK_ROWS = 16  # embeddings per block
@@ -44,6 +49,17 @@ class _Entry:
     num_holders: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    """An image that is encoded in parts, held until a request holds it."""
+
+    request: Request
+    image: PreparedImage
+    entry: _Entry
+    num_layers: int
+    """Layers computed in plans so far."""
+
+
 class EncoderCache:
     """Rows of the devices' encoder cache.
 
@@ -51,7 +67,11 @@ class EncoderCache:
         num_rows: capacity in embeddings; 0 without images.
         max_whole: maximum tokens of an image that one step computes whole; None if chunks may split images.
         window: smallest sliding window in which whole images are seen; None without.
-        costs: see `ScheduleConfig.encoder_costs`; empty to count an image's embeddings.
+        sizes: sizes of a shard's steps, and costs of encoder runs; None to count an image's embeddings.
+
+    Attributes:
+        num_rows: capacity in embeddings.
+        unsent: runs in plans that had no rows, for the next plan.
     """
 
     def __init__(
@@ -59,9 +79,13 @@ class EncoderCache:
         num_rows: int,
         max_whole: int | None = None,
         window: int | None = None,
-        costs: Sequence[tuple[int, int]] = (),
+        sizes: ScheduleConfig | None = None,
     ) -> None:
-        self._max_whole, self._window, self._costs = max_whole, window, costs
+        self._max_whole, self._window = max_whole, window
+        self._costs = () if sizes is None else sizes.encoder_costs
+        self._budget = 0 if sizes is None else sizes.max_num_batched_tokens
+        self._num_layers = 1 if sizes is None else sizes.num_encoder_layers
+        self._sizes_in_parts = frozenset(() if sizes is None else sizes.sizes_in_parts)
         self.num_rows = num_rows // BLOCK_ROWS * BLOCK_ROWS
         self.restart()
 
@@ -72,6 +96,13 @@ class EncoderCache:
         self._forgotten: list[_Entry] = []  # entries that requests hold, and that no other request may find
         self._passed: list[tuple[Request, int]] = []  # images whose last tokens the current plan computes
         self._num_encoded = 0  # cost of the current plan's encoder runs, in tokens
+        self.unsent: list[EncoderRun] = []
+        self._job: _Job | None = None
+        self._decode_waits = False  # True if decoding rows wait for the current plan's step
+        self._yields = False  # True if a part has left too little budget to other images
+        self._waiting: list[tuple[Request, PreparedImage]] = []  # images to encode in parts
+        self._turns: dict[str, int] = {}  # by tenant: number of its last job
+        self._num_jobs = 0
 
     def check_fits(self, request: Request) -> None:
         """Raise RequestError if one of a request's images is larger than the cache."""
@@ -106,6 +137,64 @@ class EncoderCache:
         self._passed.clear()
         self._num_encoded = 0
 
+    def advance(self, num_tokens: int, max_tokens: int, *, decode_waits: bool) -> list[EncoderRun]:
+        """Return the runs with which the current plan continues an image that is encoded in parts.
+
+        Args:
+            num_tokens: tokens of decoding rows in the plan.
+            max_tokens: maximum other tokens, so that these rows meet their deadlines.
+            decode_waits: True if decoding rows wait for the plan's step; otherwise the image is finished.
+        """
+        runs, self.unsent = self.unsent, []
+        self._waiting.clear()
+        self._decode_waits, yields, self._yields = decode_waits, self._yields and decode_waits, False
+        job = self._job
+        if job is not None and (job.request.status is RequestStatus.FINISHED or job.image in _held(job.request)):
+            self._end_job()
+            return runs
+        has_no_row = decode_waits and not num_tokens  # decoding rows are all in plans in flight
+        if job is None or self._is_complete(job) or yields or has_no_row:
+            return runs
+        start, cost = job.num_layers, -(-self.cost(job.image) // self._num_layers)
+        budget = min(self._budget - num_tokens, max_tokens)
+        count = max(budget // cost, 1) if decode_waits else self._num_layers
+        job.num_layers = min(start + count, self._num_layers)
+        self._num_encoded += cost * (job.num_layers - start)
+        layers, is_last = (start, job.num_layers), self._is_complete(job)
+        return [*runs, EncoderRun(job.image, job.entry.rows, layers, is_last)]
+
+    def begin_next(self) -> list[EncoderRun]:
+        """Complete the current plan: return the run that prepares for the next image that is encoded in parts."""
+        job = self._job
+        if not self._waiting or (job is not None and not self._is_complete(job)):
+            return []
+        request, image = min(self._waiting, key=lambda each: self._turns.get(each[0].tenant, 0))
+        if job is not None:  # its request could not start
+            self._end_job()
+        num_blocks = _num_blocks(image.num_embeddings)
+        if num_blocks > self._num_available:
+            return []
+        entry = self._new_entry(image)
+        entry.num_holders = 1
+        self._entries[image.digest, request.salt] = entry
+        self._job = _Job(request, image, entry, 0)
+        self._num_jobs += 1
+        self._turns[request.tenant] = self._num_jobs
+        return [EncoderRun(image, entry.rows, (0, 0), is_last=False)]
+
+    def _is_complete(self, job: _Job) -> bool:
+        """Return whether plans have encoded the whole image."""
+        return job.num_layers == self._num_layers
+
+    def _end_job(self) -> None:
+        """Stop holding the image that is encoded in parts; drop it if it is incomplete."""
+        job, self._job = self._job, None
+        assert job is not None, "it is ended once"
+        job.entry.num_holders -= 1
+        if not self._is_complete(job):
+            del self._entries[job.image.digest, job.request.salt]
+            self._free += job.entry.blocks
+
     def num_computable(
         self, request: Request, start: int, num_tokens: int, max_encoded: int, max_tokens: int | None = None
     ) -> int:
@@ -128,10 +217,15 @@ class EncoderCache:
             if index in request.image_rows:
                 continue
             size, entry = span.image.num_embeddings, self._entries.get(_key(request, span))
-            is_new = entry is None
             num_blocks -= _num_blocks(size) if entry is None or not entry.num_holders else 0
-            cost = self.cost(span.image) if is_new else 0
-            if num_blocks < 0 or (cost and num_encoded and num_encoded + cost > max_encoded):
+            cost = self.cost(span.image) if entry is None else 0
+            is_short = num_blocks < 0 or bool(cost and num_encoded and num_encoded + cost > max_encoded)
+            if entry is None and self._decode_waits and self._has_parts(span.image):
+                self._waiting.append((request, span.image))
+                is_short = True
+            elif is_short and self._job is not None:
+                self._yields = True
+            if is_short or (self._job is not None and entry is self._job.entry and not self._is_complete(self._job)):
                 stop = max(span.first, start)
                 break
             num_encoded += cost
@@ -170,16 +264,24 @@ class EncoderCache:
         key = _key(request, span)
         entry, runs = self._entries.pop(key, None), list[EncoderRun]()
         if entry is None:
-            size = span.image.num_embeddings
-            blocks = self._take(_num_blocks(size))
-            rows = np.add.outer(np.array(blocks) * BLOCK_ROWS, np.arange(BLOCK_ROWS)).ravel()[:size]
-            entry = _Entry(blocks, rows.astype(np.int32))
+            entry = self._new_entry(span.image)
             runs.append(EncoderRun(span.image, entry.rows))
             self._num_encoded += self.cost(span.image)
         self._entries[key] = entry
         entry.num_holders += 1
         request.image_rows[index] = entry.rows
         return runs
+
+    def _has_parts(self, image: PreparedImage) -> bool:
+        """Return whether an image's encoder run costs more than a step."""
+        sizes = (size for size, _ in self._costs if len(image.patches) <= size)
+        return next(sizes, 0) in self._sizes_in_parts
+
+    def _new_entry(self, image: PreparedImage) -> _Entry:
+        """Return an entry with blocks for an image."""
+        blocks = self._take(_num_blocks(image.num_embeddings))
+        rows = np.add.outer(np.array(blocks) * BLOCK_ROWS, np.arange(BLOCK_ROWS)).ravel()[: image.num_embeddings]
+        return _Entry(blocks, rows.astype(np.int32))
 
     def _take(self, num_blocks: int) -> list[int]:
         """Return free blocks, after dropping images that nobody holds until there are enough."""
@@ -199,6 +301,9 @@ class EncoderCache:
 
     def forget(self) -> None:
         """Forget all images, as after a change of weights; requests keep those that they hold."""
+        if self._job is not None:
+            self._end_job()
+        self.unsent.clear()
         self._forgotten += self._entries.values()
         self._entries.clear()
         self._drop_forgotten()
@@ -215,6 +320,7 @@ class EncoderCache:
         blocks = [*self._free, *(block for entry in entries for block in entry.blocks)]
         assert sorted(blocks) == list(range(self.num_rows // BLOCK_ROWS)), f"blocks are lost or shared: {blocks}"
         held = [id(rows) for request in running for rows in request.image_rows.values()]
+        held += [] if self._job is None else [id(self._job.entry.rows)]
         counts = {id(entry.rows): entry.num_holders for entry in entries if entry.num_holders}
         assert counts == Counter(held), f"images are held {Counter(held)}, counted as {counts}"
         for request in running:
@@ -227,6 +333,11 @@ class EncoderCache:
 def _key(request: Request, span: ImageSpan) -> ImageKey:
     """Return the key of a request's image: requests with different salts share nothing."""
     return span.image.digest, request.salt
+
+
+def _held(request: Request) -> list[PreparedImage]:
+    """Return the images that a request holds."""
+    return [request.images[index].image for index in request.image_rows]
 
 
 def _num_blocks(num_rows: int) -> int:

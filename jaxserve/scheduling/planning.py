@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.deadlines import Deadlines
+from jaxserve.scheduling.encoder_cache import EncoderCache
 from jaxserve.scheduling.shard import Shard
 from jaxserve.scheduling.step_plan import StepChoice, StepPlan
 
@@ -35,10 +36,13 @@ class StepPlanner:
         shards: all shards.
         balancer: queue in front of the shards.
         deadlines: token deadlines, with slack shared by all shards.
+        encoder: the encoder cache.
     """
 
-    def __init__(self, shards: Sequence[Shard], balancer: Balancer, deadlines: Deadlines) -> None:
-        self._shards, self._balancer, self._deadlines = shards, balancer, deadlines
+    def __init__(
+        self, shards: Sequence[Shard], balancer: Balancer, deadlines: Deadlines, encoder: EncoderCache
+    ) -> None:
+        self._shards, self._balancer, self._deadlines, self._encoder = shards, balancer, deadlines, encoder
 
     def make(self, step_id: int, choice: StepChoice) -> list[StepPlan]:
         """Return the next plan for each shard, possibly without rows.
@@ -56,9 +60,13 @@ class StepPlanner:
         for shard, plan in parts:
             shard.decode(plan, limits)
         max_prefill_tokens = self._deadlines.max_prefill_tokens(plans, choice.timing)
+        decode_waits = any(shard.decode_waits for shard in self._shards)
+        num_tokens = max(plan.num_tokens for plan in plans)
+        plans[0].encoder_runs += self._encoder.advance(num_tokens, max_prefill_tokens, decode_waits=decode_waits)
         first = step_id % len(parts)  # shards take turns to be the first to encode images, as they share a step's limit
         for shard, plan in [*parts[first:], *parts[:first]]:
             shard.fill(plan, max_prefill_tokens)
+        plans[0].encoder_runs += self._encoder.begin_next()
         self._deadlines.note_first_tokens(plans, choice.timing)
         return plans
 
@@ -101,6 +109,7 @@ def join(plans: Sequence[StepPlan], num_shard_pages: int) -> StepPlan:
     for index, part in enumerate(plans):
         joined.preempted += part.preempted
         joined.num_pages_used += part.num_pages_used
+        joined.encoder_runs += part.encoder_runs
         if not part.requests:
             continue
         for name in (
@@ -112,7 +121,6 @@ def join(plans: Sequence[StepPlan], num_shard_pages: int) -> StepPlan:
             "admitted",
             "grown",
             "adapter_loads",
-            "encoder_runs",
         ):
             getattr(joined, name).extend(getattr(part, name))
         first_page = index * num_shard_pages

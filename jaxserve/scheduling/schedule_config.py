@@ -56,6 +56,7 @@ class ScheduleConfig:
     max_loras: int = 0  # maximum LoRA adapters on the devices; 0 without adapters
     num_encoder_rows: int = 0  # capacity of the encoder cache in image embeddings; 0 without images
     encoder_costs: tuple[tuple[int, int], ...] = ()  # by encoder program: patches, and tokens with as many FLOPs
+    num_encoder_layers: int = 1  # layers of the vision tower, between which encoding can stop
     sees_images: bool = False  # True if tokens of an image see the whole image, which one step computes
     has_position_axes: bool = False  # True if tokens of images have positions on several axes (M-RoPE)
     score_costs: tuple[tuple[int | None, float], ...] = ()  # by window: FLOPs per score in its layers, in tokens
@@ -100,9 +101,18 @@ class ScheduleConfig:
             targets=(),
             max_loras=0,
             encoder_costs=(),
+            num_encoder_layers=1,
             score_costs=(),
             row_turns=1,
         )
+
+    @property
+    def sizes_in_parts(self) -> tuple[int, ...]:
+        """Patches of the vision tower's programs that cost more than a step's tokens, and are divided by layers."""
+        if self.num_encoder_layers == 1:
+            return ()
+        budget = self.max_num_batched_tokens // self.num_data_shards
+        return tuple(size for size, cost in self.encoder_costs if cost > budget)
 
     @property
     def smallest_chunk(self) -> int:
@@ -270,6 +280,7 @@ def resolve_schedule(
     pools: bool = False,
     num_encoder_rows: int = 0,
     encoder_costs: tuple[tuple[int, int], ...] = (),
+    num_encoder_layers: int = 1,
     score_costs: tuple[tuple[int | None, float], ...] = (),
     has_position_axes: bool = False,
     sees_images: bool = False,
@@ -287,6 +298,7 @@ def resolve_schedule(
         pools: True if the model pools.
         num_encoder_rows: capacity of the encoder cache; 0 without images.
         encoder_costs: see `ScheduleConfig`.
+        num_encoder_layers: see `ScheduleConfig`.
         score_costs: see `ScheduleConfig`.
         has_position_axes: True if tokens of images have positions on several axes.
         sees_images: True if tokens of an image see the whole image.
@@ -324,6 +336,7 @@ def resolve_schedule(
         max_loras=config.max_loras if config.enable_lora else 0,
         num_encoder_rows=num_encoder_rows,
         encoder_costs=encoder_costs,
+        num_encoder_layers=num_encoder_layers,
         has_position_axes=has_position_axes,
         sees_images=sees_images,
     )

@@ -134,7 +134,7 @@ class Scheduler:
         max_whole = self._shard_sizes.max_num_batched_tokens - self._shard_sizes.max_num_seqs
         window = min(filter(None, sizes.windows), default=None)
         self.encoder = EncoderCache(
-            sizes.num_encoder_rows, max_whole if sizes.sees_images else None, window, sizes.encoder_costs
+            sizes.num_encoder_rows, max_whole if sizes.sees_images else None, window, self._shard_sizes
         )
         turns, chunks = partial(RowTurns, sizes.row_turns), EvenChunks(self._shard_sizes, sizes.smallest_chunk)
         self.shards = [
@@ -143,9 +143,8 @@ class Scheduler:
         ]
         self.rows = Rows(self.shards)
         self._balancer = Balancer(self.shards, dict(self.policy.weights))
-        self._planning = StepPlanner(
-            self.shards, self._balancer, Deadlines(self.policy.targets, self.policy.reserved_prefill_tokens)
-        )
+        deadlines = Deadlines(self.policy.targets, self.policy.reserved_prefill_tokens)
+        self._planning = StepPlanner(self.shards, self._balancer, deadlines, self.encoder)
         self._requests: dict[str, Request] = {}  # waiting and running
         self._parts: dict[int, list[StepPlan]] = {}  # plans in flight, one per shard, by step id
         self._next_step_id = 0
@@ -328,6 +327,7 @@ class Scheduler:
         parts = self._planning.make(self._next_step_id, choice)
         plan = parts[0] if len(parts) == 1 else join(parts, self._shard_sizes.num_pages)
         if not plan.requests:
+            self.encoder.unsent += plan.encoder_runs
             return None
         self._parts[self._next_step_id] = parts
         self._next_step_id += 1

@@ -43,6 +43,7 @@ class Shard:
         turns: decoding rows of plans in flight.
         updates: updater of requests after a step.
         view: read-only view for a balancer.
+        decode_waits: True if any decoding row waits for the current plan's step.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Shard:
         self._num_displaced = 0  # rows preempted for higher classes
         self._held_back: list[Request] = []  # held-back decoding rows, which get left-over tokens
         self._in_prefill: list[Request] = []  # running rows between two chunks
-        self._decode_waits = False  # True if any decoding row waits for the step
+        self.decode_waits = False
 
     @property
     def load(self) -> int:
@@ -133,7 +134,7 @@ class Shard:
         self._held_back = [row for row in self.decodes.rows_to_hold_back() if row not in resting]
         self._in_prefill = self.decodes.schedule(plan, [*self._held_back, *resting], limits.num_drafts)
         has_row = bool(plan.requests or self._held_back or resting)
-        self._decode_waits = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
+        self.decode_waits = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
 
     def fill(self, plan: StepPlan, max_prefill_tokens: int) -> None:
         """Complete a plan: add prompts with at most `max_prefill_tokens`, then held-back decoding rows if budget is
@@ -144,7 +145,7 @@ class Shard:
         self.prefills.schedule(
             plan,
             self._in_prefill,
-            decode_waits=self._decode_waits,
+            decode_waits=self.decode_waits,
             num_displaced=self._num_displaced,
             max_tokens=min(max_prefill_tokens, self._chunks.max_tokens(start, num_left, plan.num_tokens)),
         )

@@ -104,15 +104,20 @@ def cheapest(programs: Iterable[StepShape], step: StepShape) -> StepShape | None
 
 
 class EncoderRun(NamedTuple):
-    """An image that the vision tower encodes before a step.
+    """An image that the vision tower encodes before a step, or a part of this work.
 
     Attributes:
         image: the image.
         rows: rows of the encoder cache that take its embeddings.
+        layers: encoder layers [start, stop) to compute; none to prepare for the first. None if the image is encoded
+            whole.
+        is_last: True if the embeddings are complete.
     """
 
     image: PreparedImage
     rows: NDArray[np.int32]
+    layers: tuple[int, int] | None = None
+    is_last: bool = True
 
 
 class PromptCompaction(NamedTuple):
@@ -155,7 +160,7 @@ class StepPlan:
         admitted: requests that start with this plan and need their device state set.
         grown: requests whose pages this plan extended; possibly repeated, also admitted, or preempted since.
         adapter_loads: LoRA adapters to load before the step, as (slot, digest).
-        encoder_runs: images to encode before the step.
+        encoder_runs: images to encode before the step, in this order.
         copies: pages to copy before the step, as (source, target).
         compactions: rows whose prompts to compact before everything else.
         restored: rows that continue from a state snapshot, as (row, entry).
@@ -241,7 +246,8 @@ class StepPlan:
         states = [number for row in (*self.restored, *self.snapshots) for number in row]
         copies += [number for slot, _, pages in self.compactions for number in (slot, *pages)]
         loads = [slot for slot, _ in self.adapter_loads]
-        loads += [number for run in self.encoder_runs for number in (zlib.crc32(run.image.digest), *run.rows.tolist())]
+        for run in self.encoder_runs:
+            loads += [zlib.crc32(run.image.digest), *(run.layers or ()), *run.rows.tolist()]
         rest = [int(self.is_split), len(copies), *copies, *states, *loads]
         for column in (self.slots, self.starts, self.counts, self.max_new, self.num_drafts, pages, rest):
             previous = zlib.crc32(array("q", column).tobytes(), previous)

@@ -150,6 +150,30 @@ def test_prompts_end_in_images_in_steps_of_one_token(served: Served) -> None:
             served.check(each, output)
 
 
+@pytest.mark.parametrize("served", ["qwen3_vl", "qwen2_5_vl"], indirect=True)
+def test_images_encoded_in_parts_have_the_outputs_of_transformers(served: Served) -> None:
+    """A row decodes in each step between an image's parts."""
+    engine, [text, *prompts] = served.engine(), [served.pictures.prompt(7)]
+    assert engine.schedule.sizes_in_parts
+    image = served.pictures.image
+    prompts = [served.pictures.prompt(5, image(1), 9), served.pictures.prompt(3, image(2), 2, image(3), 3)]
+    decoding = engine.add_request("text", text[0], SamplingParams(**{**GREEDY, "max_tokens": 60}))
+    while not decoding.outputs[0].token_ids:
+        engine.step()
+    runner: Any = engine.replicas[0].executor
+    encode, runs = runner._encode, list[Any]()
+    runner._encode = lambda run: (runs.append(run), encode(run))
+    try:
+        outputs = served.run(prompts, engine)
+    finally:
+        runner._encode = encode
+    for each, output in zip(prompts, outputs, strict=True):
+        served.check(each, output)
+    assert len({run.image.digest for run in runs}) == 3
+    assert all(run.layers is not None for run in runs)
+    assert len([run for run in runs if run.layers != (0, 0)]) > 3
+
+
 def test_images_in_tiles_have_the_outputs_of_transformers(tmp_path: Path) -> None:
     """Images of many embeddings, whose number depends on their sizes before preprocessing."""
     served = Served(tmp_path, "onevision")

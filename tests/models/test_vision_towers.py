@@ -11,7 +11,7 @@ import transformers
 
 from jaxserve import weights
 from jaxserve.errors import ConfigError
-from jaxserve.execution.encoder_program import encoder_buckets
+from jaxserve.execution.encoder_program import encoder_buckets, make_parts, outer, tower_layers
 from jaxserve.images.prepared import PreparedImage
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models.params import POSITION_EMBED, matrix_transform
@@ -243,3 +243,27 @@ def test_quantised_towers_are_computed_from_their_codes(tmp_path):
     inputs = tower.pack(arch, random_images(arch, FAMILIES["qwen2_5_vl"].grids))
     found, wanted = (np.asarray(encode(each, arch, inputs)) for each in (params, expected))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "is_scanned"), [("qwen3_vl", False), ("qwen2_5_vl", True), ("llava_layers", True)])
+def test_parts_make_the_embeddings_of_the_whole(name, is_scanned):
+    """Layer by layer, from a list or from stacks, as on TPUs."""
+    family = FAMILIES[name]
+    arch = tower.read_tower({**family.config_dict(), "architectures": [f"{family.name}ForConditionalGeneration"]})
+    specs = tower.tower_specs(arch)
+    params = weights.assemble(random_tensors(specs), specs, jnp.float32, transform=matrix_transform(specs))["vision"]
+    inputs = tower.pack(arch, random_images(arch, family.grids[:1], family.sizes))
+    expected = encode(params, arch, inputs)
+    params = (
+        tower.stacked({**params, "layers": [dict(each) for each in params["layers"]]}, arch) if is_scanned else params
+    )
+    state = jax.jit(lambda p, x: make_parts(arch).begin(p, x))(outer(params), inputs)
+    layers = tower_layers(params)
+    for number, each in enumerate(layers):
+        numbers = jnp.array([each.row, *tower.layer_numbers(arch, number)])
+        state = jax.jit(make_parts(arch, is_stacked=each.is_stacked).layer)(each.params, state, numbers)
+    assert any(each.is_stacked for each in layers) == (is_scanned and 2 * arch.period <= arch.num_layers)
+    rows = jnp.arange(len(expected), dtype=jnp.int32)
+    found = make_parts(arch).finish(outer(params), jnp.zeros_like(expected), state, inputs._replace(patches=None), rows)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)

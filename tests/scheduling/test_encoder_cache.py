@@ -16,7 +16,7 @@ from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
 
-NUM_ROWS = 4 * BLOCK_ROWS
+NUM_ROWS, NUM_LAYERS = 4 * BLOCK_ROWS, 8
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 160, "page_size": 4, "num_pages": 60}
 
 
@@ -43,10 +43,19 @@ class Device:
     def __init__(self) -> None:
         self.rows: dict[int, tuple[bytes, int]] = {}
         self.runs: list[bytes] = []
+        self.begun: tuple[bytes, int] | None = None  # image that is encoded in parts, and its layers so far
 
     def run(self, plan: Any) -> None:
         """Encode a plan's images; assert that each of its tokens of an image finds its embedding."""
         for run in plan.encoder_runs:
+            if run.layers == (0, 0):
+                self.begun = (run.image.digest, 0)
+            elif run.layers is not None:
+                assert self.begun == (run.image.digest, run.layers[0])
+                self.begun = (run.image.digest, run.layers[1])
+            if not run.is_last:
+                continue
+            assert run.layers is None or run.layers[1] == NUM_LAYERS
             self.runs.append(run.image.digest)
             self.rows.update({row: (run.image.digest, index) for index, row in enumerate(run.rows.tolist())})
         for each, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
@@ -82,7 +91,9 @@ def test_tokens_find_their_embeddings(seed: int, sees_images: bool) -> None:
     """Also the last token of a prompt, in a step of its own if other rows leave it a single token."""
     rng, device = random.Random(seed), Device()
     sizes = SIZES | {"max_num_batched_tokens": 40 if sees_images or seed % 2 else 5}
-    scheduler = Scheduler(ScheduleConfig(**sizes, num_encoder_rows=NUM_ROWS, sees_images=sees_images))
+    costs: dict[str, Any] = {"encoder_costs": ((10, 7), (35, 90)), "num_encoder_layers": NUM_LAYERS}
+    options = {"sees_images": sees_images, **(costs if seed > 1 else {})}
+    scheduler = Scheduler(ScheduleConfig(**sizes, num_encoder_rows=NUM_ROWS, **options))
     for number in range(24):
         parts: list[int | PreparedImage] = []
         for _ in range(rng.randrange(4)):
@@ -97,6 +108,8 @@ def test_tokens_find_their_embeddings(seed: int, sees_images: bool) -> None:
                 if sees_images:
                     for each, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
                         assert all(not span.first < start + count < span.end for span in each.images)
+                if rng.randrange(12) == 0:
+                    scheduler.reset_prefix_cache()
                 if rng.randrange(6) == 0 and plan.requests[0].status.name != "FINISHED":
                     scheduler.finish(plan.requests[0].request_id, FinishReason.ABORT)
     drain(scheduler, device)
@@ -127,6 +140,40 @@ def test_other_requests_do_not_find_forgotten_images() -> None:
     scheduler.add(request("third", [4, image(1, 20), 1]))
     drain(scheduler, device)
     assert len(device.runs) == 2
+
+
+@pytest.mark.parametrize("sees_images", [False, True])
+def test_large_images_are_encoded_in_parts_while_rows_decode(sees_images: bool) -> None:
+    """A step has at most a budget of encoder work, all rows that decode, and of each tenant's images in turn."""
+    sizes = SIZES | {"max_num_batched_tokens": 40, "max_num_seqs": 8, "num_pages": 400}
+    options = {"encoder_costs": ((8, 3), (30, 200)), "num_encoder_layers": NUM_LAYERS, "sees_images": sees_images}
+    scheduler, device = Scheduler(ScheduleConfig(**sizes, num_encoder_rows=4 * NUM_ROWS, **options)), Device()
+    scheduler.add(request("alone", [3, image(99, 25), 2], num_tokens=1))
+    assert [run.layers for run in step(scheduler, device).encoder_runs] == [None]
+    scheduler.add(decoding := request("decoding", [2], num_tokens=100))
+    step(scheduler, device)
+    for number in range(3):
+        scheduler.add(request(f"a {number}", [2, image(number, 24), 2], num_tokens=1, tenant="a"))
+    scheduler.add(request("b", [image(10, 24)], num_tokens=1, tenant="b"))
+    scheduler.add(request("ended", [image(11, 24)], num_tokens=1, tenant="c"))
+    scheduler.add(request("small", [1, image(12, 3), 40, image(13, 2), 20, image(14, 4), 2], tenant="c"))
+    num_steps, begun = 0, list[bytes]()
+    while scheduler.num_waiting or scheduler.num_running > 1:
+        plan = step(scheduler, device)
+        assert decoding in plan.requests
+        parts = [run for run in plan.encoder_runs if run.layers not in (None, (0, 0))]
+        costs = [-(-200 // NUM_LAYERS) * (run.layers[1] - run.layers[0]) for run in parts]
+        costs += [scheduler.encoder.cost(run.image) for run in plan.encoder_runs if run.layers is None]
+        assert sum(costs) <= 40 or len(costs) == 1
+        begun += [run.image.digest for run in plan.encoder_runs if run.layers == (0, 0)]
+        if begun and begun[-1] == bytes([11]) * 16 and device.begun and device.begun[1] and not num_steps:
+            num_steps = 1
+            scheduler.finish("ended", FinishReason.ABORT)
+    assert [digest[0] for digest in begun] in ([0, 10, 11, 1, 2], [0, 11, 10, 1, 2])
+    assert {digest[0] for digest in device.runs} >= {0, 1, 2, 10, 12, 13, 14}
+    assert num_steps
+    scheduler.finish("decoding", FinishReason.ABORT)
+    scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("costs", [(), ((4, 3), (24, 11))], ids=["embeddings", "tokens"])

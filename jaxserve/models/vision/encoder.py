@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +158,50 @@ def layer(
         up, activation = "gate_up" if is_gated(arch.activation) else "up", activation_function(arch.activation)
         inner = linear(x, p[f"{up}_proj"], norm=before_mlp, bias=p.get(f"{up}_bias"), activation=activation)
         return linear(inner, p["down_proj"], bias=p.get("down_bias"), residual=x, axis=arch.tensor_axis)
+
+
+class TowerState(NamedTuple):
+    """Hidden states between two layers, and what all layers read.
+
+    Attributes:
+        x: hidden states.
+        kept: hidden states in `arch.feature_layers` before the last layer's.
+        rope: see `layer`.
+        spans: images' spans, then windows' spans.
+    """
+
+    x: Float[Array, "T D"]
+    kept: Float[Array, "K T D"]
+    rope: Float[Array, "2 T half"] | None
+    spans: Int[Array, "2 2 T"]
+
+
+def kept_features(arch: VisionArch) -> list[int]:
+    """Return the indices of hidden states that `TowerState.kept` holds."""
+    return sorted({*arch.feature_layers} - {arch.num_layers})
+
+
+def run_layer(
+    encoder: Encoder,
+    p: Params,
+    arch: VisionArch,
+    state: TowerState,
+    is_windowed: Int[Array, ""],
+    kept_as: Int[Array, ""],
+) -> TowerState:
+    """Return the state after a layer.
+
+    Args:
+        encoder: the tower's encoder.
+        p: the layer's parameters.
+        arch: sizes on this device.
+        state: state before it.
+        is_windowed: 1 if it attends to windows, otherwise 0.
+        kept_as: index in `TowerState.kept` for its hidden states; out of range to keep none.
+    """
+    x = encoder.layer(p, state.x, state.rope, state.spans[is_windowed], arch=arch, norm=encoder.norm)
+    kept = state.kept.at[kept_as].set(x, mode="drop") if len(state.kept) else state.kept
+    return state._replace(x=x, kept=kept)
 
 
 def hidden_states(

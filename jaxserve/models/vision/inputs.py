@@ -48,7 +48,7 @@ class EncoderInputs(NamedTuple):
     """Operands for an encoder program, numpy arrays on the host; None if a tower does not read them.
 
     Attributes:
-        patches: float32 [P, S], images one after the other, then padding.
+        patches: float32 [P, S], images one after the other, then padding; None after the first layer's inputs.
         spans: int32 [2, P], each patch's span: its image's first patch, and the one after its last.
         windows: int32 [2, P], likewise for windows.
         positions: int32 [P, 2], each patch's row and column in its image.
@@ -56,7 +56,7 @@ class EncoderInputs(NamedTuple):
         outputs: hidden states that make each embedding.
     """
 
-    patches: NDArray[np.float32]
+    patches: NDArray[np.float32] | None
     spans: NDArray[np.int32] | None = None
     windows: NDArray[np.int32] | None = None
     positions: NDArray[np.int32] | None = None

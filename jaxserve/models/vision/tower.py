@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxserve.models.hf_config import SIZE, TABLE, HfConfig, one_of, read_field, read_fields
 from jaxserve.models.params import Params, ParamSpec, stack_layers
 from jaxserve.models.vision import clip, gemma, llava, onevision, pixtral, qwen
 from jaxserve.models.vision.arch import VisionArch
-from jaxserve.models.vision.encoder import Encoder, Projector, hidden_states
+from jaxserve.models.vision.encoder import Encoder, Projector, TowerState, hidden_states, kept_features
+from jaxserve.models.vision.encoder import run_layer as encoder_layer
 from jaxserve.models.vision.inputs import EncoderInputs, TowerImage, join_patches
 
 ENCODERS: Mapping[str, Encoder] = {
@@ -157,12 +158,54 @@ def encode(params: Params, arch: VisionArch, inputs: EncoderInputs) -> Float[Arr
         arch: the tower's sizes.
         inputs: images from `pack`.
     """
-    encoder, projector = ENCODERS[arch.encoder], PROJECTORS[arch.projector]
+    encoder, state = ENCODERS[arch.encoder], begin(params, arch, inputs)
+    spans = state.spans[0], state.spans[1]
+    states = hidden_states(encoder, params["layers"], arch, state.x, state.rope, spans)
+    return _project(params, arch, states, inputs)
+
+
+def begin(params: Params, arch: VisionArch, inputs: EncoderInputs) -> TowerState:
+    """Return the state before the first layer; arguments as for `encode`."""
+    encoder = ENCODERS[arch.encoder]
     with jax.named_scope("embed"):
         x = encoder.embed(params, arch, inputs)
     spans = clip.image_spans(arch, len(x)) if inputs.spans is None else inputs.spans
     windows = spans if inputs.windows is None else inputs.windows
-    rope = encoder.rope(arch, inputs)
-    states = hidden_states(encoder, params["layers"], arch, x, rope, (jnp.asarray(spans), jnp.asarray(windows)))
+    numbers = kept_features(arch)
+    kept = jnp.zeros((len(numbers), *x.shape), x.dtype)
+    if numbers[:1] == [0]:
+        kept = kept.at[0].set(x)
+    return TowerState(x, kept, encoder.rope(arch, inputs), jnp.stack([jnp.asarray(spans), jnp.asarray(windows)]))
+
+
+def run_layer(params: Params, arch: VisionArch, state: TowerState, layer: Int[Array, " 2"]) -> TowerState:
+    """Return the state after a layer.
+
+    Args:
+        params: the layer's parameters.
+        arch: the tower's sizes.
+        state: the state before it.
+        layer: numbers from `layer_numbers`.
+    """
+    return encoder_layer(ENCODERS[arch.encoder], params, arch, state, layer[0], layer[1])
+
+
+def layer_numbers(arch: VisionArch, index: int) -> list[int]:
+    """Return whether a layer has windows, and the index in `TowerState.kept` for its hidden states, if any."""
+    numbers = kept_features(arch)
+    kept_as = numbers.index(index + 1) if index + 1 in numbers else len(numbers)
+    return [int(arch.is_windowed[index]), kept_as]
+
+
+def finish(params: Params, arch: VisionArch, state: TowerState, inputs: EncoderInputs) -> Float[Array, "E out"]:
+    """Return embeddings from the state after the last layer; arguments as for `encode`, but without patches."""
+    kept = dict(zip(kept_features(arch), state.kept, strict=True)) | {arch.num_layers: state.x}
+    return _project(params, arch, [kept[number] for number in arch.feature_layers], inputs)
+
+
+def _project(
+    params: Params, arch: VisionArch, states: Sequence[Float[Array, "P D"]], inputs: EncoderInputs
+) -> Float[Array, "E out"]:
+    """Return embeddings from the hidden states in `arch.feature_layers`."""
     with jax.named_scope("project"):
-        return projector.project(params, arch, states, inputs)
+        return PROJECTORS[arch.projector].project(params, arch, states, inputs)

@@ -177,6 +177,7 @@ class Sizes:
             has_states=arch.state is not None,
             num_encoder_rows=encoder_rows(config, arch),
             encoder_costs=encoder_costs(arch),
+            num_encoder_layers=1 if arch.images is None else arch.images.tower.num_layers,
             score_costs=score_costs(config, local),
             has_position_axes=arch.images is not None and arch.images.has_axes,
             sees_images=arch.sees_images,
