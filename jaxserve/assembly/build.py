@@ -36,6 +36,7 @@ from jaxserve.execution.xla_cache import cache_scope, programs_dir
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.stages import divide
 from jaxserve.pallas_kernels import native
+from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.scheduling.schedule_config import resolve_schedule
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def naming_exhaustion(config: EngineConfig) -> Iterator[None]:
 
 def build_executors(
     config: EngineConfig, arch: ArchConfig, peers: Leader | Follower | None = None
-) -> list[Runner] | list[Pipeline]:
+) -> Sequence[Executor]:
     """Build an executor per replica: a runner, or a pipeline of several; see `build_runners`."""
     runners, size = build_runners(config, arch, peers), config.pipeline_parallel_size
     if size == 1:

@@ -52,6 +52,32 @@ def test_packaged_configs_have_the_published_parameter_counts(name: str) -> None
     assert arch.dtype == DTYPES.get(name, "bfloat16")
 
 
+@pytest.mark.long
+def test_stages_have_a_part_of_the_weights_each_and_steps_of_the_most_expensive_one() -> None:
+    name, options = "llama-3.1-8b", {"max_model_len": 8192}
+    whole, staged = (plan_of(name, "h200x2", pipeline_parallel_size=n, **options) for n in (1, 2))
+    assert sum(stage.num_layers for stage in staged.stages) == whole.num_layers == 32
+    assert sum(stage.weights for stage in staged.stages) == pytest.approx(whole.memory.weights, rel=1e-5)  # final norms
+    assert staged.num_chips == 2 * whole.num_chips == 4
+    assert staged.kv_tokens > 1.8 * whole.kv_tokens, "a token has about half its layers in each stage"
+    assert staged.speed is not None
+    assert whole.speed is not None
+    times = [stage.decode_ms or 0 for stage in staged.stages]
+    assert staged.speed.step_ms[256] == pytest.approx(2 * max(times))
+    assert staged.speed.step_ms[1] == pytest.approx(whole.speed.step_ms[1], rel=0.01), "a row passes all layers"
+    assert staged.speed.tokens_per_s[256] > whole.speed.tokens_per_s[256]
+    report, text = build_report(staged), render(staged)
+    assert report["pipeline_parallel_size"] == 2
+    assert [stage["decode_ms"] for stage in report["stages"]] == times
+    assert "h200x2 for each of 2 pipeline stages" in text
+    assert f"wait for the most expensive one for {100 * (1 - sum(times) / 2 / max(times)):.1f}% of decode" in text
+
+
+def test_more_stages_than_layers_are_refused_with_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"must be at most 16, .* 16 layers .* got 17"):
+        plan_of("llama-3.2-1b", "h200", pipeline_parallel_size=17)
+
+
 def test_whole_experts_take_the_same_memory_and_links_but_few_tokens_read_more_of_them() -> None:
     """One row reads two whole experts of the two on a chip, or a quarter of each of two."""
     sliced, divided = (plan_of("mixtral-8x7b", "h200x4", expert_parallel_size=n) for n in (1, 4))

@@ -13,6 +13,7 @@ PLANNED = {  # engine options that change what is planned
     "multi_step",
     "dtype",
     "enable_dp_attention",
+    "pipeline_parallel_size",
     "expert_parallel_size",
     "gpu_memory_utilization",
     "kv_cache_dtype",

@@ -12,7 +12,7 @@ from jaxserve.tools.planner.host_memory import HostMemory
 from jaxserve.tools.planner.program import StepCompiler, StepProgram
 from jaxserve.tools.planner.remedies import Remedy, find_fitting_len, find_remedies
 from jaxserve.tools.planner.sizes import Memory, Sizes
-from jaxserve.tools.planner.speed import Roofline
+from jaxserve.tools.planner.speed import StageTimes
 from jaxserve.tools.planner.targets import Target
 
 _ROWS = (1, 8, 32, 64, 128, 256)  # batch sizes of the predicted decode steps, as far as they fit
@@ -40,6 +40,23 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """A pipeline stage on its chips.
+
+    Attributes:
+        num_layers: layer count.
+        weights: weight bytes per chip.
+        decode_ms: decode time of a step with its part of the most rows; None on a CPU, and if the model does not fit.
+        prefill_ms: time of a step full of prompt tokens.
+    """
+
+    num_layers: int
+    weights: int
+    decode_ms: float | None = None
+    prefill_ms: float | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """Predicted memory and speed of a model on a target.
 
@@ -64,6 +81,7 @@ class Plan:
         fitting_len: if the model does not fit, the largest max_model_len that fits, or 0 if none does; None if it fits.
         host: host memory for pages; None for none.
         remedies: options with which the model fits, or lacks less memory, if no max_model_len fits.
+        stages: pipeline stages; other attributes are for the one with the least memory for pages, except `speed`.
     """
 
     model: str
@@ -84,6 +102,12 @@ class Plan:
     fitting_len: int | None = None
     host: HostMemory | None = None
     remedies: tuple[Remedy, ...] = ()
+    stages: tuple[StagePlan, ...] = ()
+
+    @property
+    def num_chips(self) -> int:
+        """Number of chips of all pipeline stages."""
+        return self.target.num_chips * max(len(self.stages), 1)
 
     @property
     def fits(self) -> bool:
@@ -134,7 +158,8 @@ def make_plan(
     Raises:
         ConfigError: the engine does not support the model or a size on this target, or the steps cannot be compiled.
     """
-    sizes = Sizes.resolve(config, target)
+    stages = Sizes.resolve_stages(config, target)
+    sizes = min(stages, key=lambda stage: stage.tightness)
     arch, sheet, schedule, memory = sizes.arch, target.sheet, sizes.schedule, sizes.memory
     prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)
     context_tokens = _predicted("context_len", context_tokens, "max_model_len", schedule.max_model_len)
@@ -143,12 +168,15 @@ def make_plan(
     dtypes = sizes.dtype.name, stored, sizes.kv_dtype.name
     names = (sizes.name, target, arch.num_layers, *dtypes, sizes.backend, schedule)
     chip_memory, num_shards = memory.times(target.devices_per_chip), config.expert_parallel_size
-    plan = Plan(*names, chip_memory, num_expert_shards=num_shards, host=sizes.host)
+    divided = tuple(
+        StagePlan(stage.arch.num_layers, stage.memory.weights * target.devices_per_chip) for stage in stages
+    )
+    plan = Plan(*names, chip_memory, num_expert_shards=num_shards, host=sizes.host, stages=divided)
     if sheet is None or memory.missing:
         return _advised(plan, config, memory, advises)
     lengths = prompt_tokens, context_tokens, batch
     if not compiles:
-        return dataclasses.replace(plan, speed=_speed(sizes.roofline(), memory.num_pages, *lengths))
+        return _predicted_plan(plan, StageTimes([stage.roofline() for stage in stages]), memory.num_pages, *lengths)
     # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
     num_pages = schedule.num_data_shards * min(_COMPILED_PAGES, schedule.kv_groups.num_pages(schedule.max_model_len))
     small = dataclasses.replace(schedule, num_pages=num_pages)
@@ -162,10 +190,6 @@ def make_plan(
     compile_s = time.perf_counter() - started
     program_s = compiler.compile_times(arch, config.max_steps) if all_programs else None
     memory = dataclasses.replace(memory, temp=max(largest.temp_bytes, decode.temp_bytes))
-    speed = None
-    if not memory.missing:
-        roofline = sizes.roofline(largest.collectives, largest.num_tokens)
-        speed = _speed(roofline, memory.num_pages, *lengths)
     compiled_plan = dataclasses.replace(
         plan,
         memory=memory.times(target.devices_per_chip),
@@ -173,8 +197,10 @@ def make_plan(
         decode=decode,
         compile_s=compile_s,
         program_s=program_s,
-        speed=speed,
     )
+    if not memory.missing:
+        times = StageTimes([stage.roofline(largest.collectives, largest.num_tokens) for stage in stages])
+        compiled_plan = _predicted_plan(compiled_plan, times, memory.num_pages, *lengths)
     return _advised(compiled_plan, config, memory, advises)
 
 
@@ -206,25 +232,42 @@ def _predicted(name: str, given: int | None, limit_name: str, limit: int) -> int
     return given
 
 
-def _speed(roofline: Roofline, num_pages: int, prompt_tokens: int, context_tokens: int, batch: int) -> Speed:
+def _predicted_plan(
+    plan: Plan, times: StageTimes, num_pages: int, prompt_tokens: int, context_tokens: int, batch: int
+) -> Plan:
+    """Return the plan with its speed and its stages' times; see `_speed` for the arguments."""
+    speed, budget = _speed(times, num_pages, prompt_tokens, context_tokens, batch), plan.schedule.max_num_batched_tokens
+    part = times.part(max(speed.step_ms, default=1))
+    stages = tuple(
+        dataclasses.replace(
+            stage,
+            decode_ms=roofline.decode_ms(part, context_tokens),
+            prefill_ms=roofline.step_ms([0], [budget // plan.schedule.num_data_shards]),
+        )
+        for stage, roofline in zip(plan.stages, times.rooflines, strict=True)
+    )
+    return dataclasses.replace(plan, speed=speed, stages=stages)
+
+
+def _speed(times: StageTimes, num_pages: int, prompt_tokens: int, context_tokens: int, batch: int) -> Speed:
     """Predict a prompt's prefill and decode steps with several numbers of rows, `batch` among them.
 
     Args:
-        roofline: the model on the target.
+        times: the model's stages on the target.
         num_pages: pages in a shard's pool, which limit the rows.
         prompt_tokens: prompt length.
         context_tokens: context length per row.
         batch: additional number of rows.
     """
-    schedule = roofline.schedule
+    schedule = times.rooflines[0].schedule
     most = schedule.num_data_shards * (num_pages // schedule.kv_groups.num_decoding_pages(context_tokens))
     most = min(schedule.max_num_seqs, most)
     rows = sorted({count for count in (*_ROWS, batch, most) if count <= most})
-    step_ms = {count: roofline.decode_ms(count, context_tokens) for count in rows}
+    step_ms = {count: times.decode_ms(count, context_tokens) for count in rows}
     return Speed(
         context_tokens=context_tokens,
         step_ms=step_ms,
         tokens_per_s={count: count / ms * 1e3 for count, ms in step_ms.items()},
         prompt_tokens=prompt_tokens,
-        ttft_ms=roofline.ttft_ms(prompt_tokens),
+        ttft_ms=times.ttft_ms(prompt_tokens),
     )

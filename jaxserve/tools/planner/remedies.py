@@ -59,7 +59,7 @@ def find_fitting_len(config: EngineConfig, target: Target, memory: Memory, sched
 
     def sized(length: int) -> Memory:
         """Return the memory per device with another max_model_len."""
-        sizes = Sizes.resolve(dataclasses.replace(config, max_model_len=length), target)
+        sizes = Sizes.resolve_tightest(dataclasses.replace(config, max_model_len=length), target)
         return dataclasses.replace(sizes.memory, temp=memory.temp)
 
     def bound(memory: Memory) -> int:
@@ -124,7 +124,7 @@ def _tried(config: EngineConfig, candidates: Iterable[tuple[Mapping[str, Any], T
     for options, target in candidates:
         tried = dataclasses.replace(config, **options, tensor_parallel_size=target.num_devices)
         try:
-            sizes = Sizes.resolve(tried, target)
+            sizes = Sizes.resolve_tightest(tried, target)
             memory = dataclasses.replace(sizes.memory, temp=temp)
             fitting_len = find_fitting_len(tried, target, memory, sizes.schedule)
         except ConfigError:

@@ -9,6 +9,7 @@ from jaxserve.tools.figures.tables import Row, align, number
 from jaxserve.tools.planner.plan import Plan, Speed
 from jaxserve.tools.planner.program import StepProgram
 from jaxserve.tools.planner.remedies import Remedy
+from jaxserve.tools.planner.speed import StageTimes
 from jaxserve.tools.planner.sweep import Candidate, cheapest
 
 Json = dict[str, Any]
@@ -22,8 +23,18 @@ def build_report(plan: Plan) -> Json:
     return {
         "model": plan.model,
         "target": plan.target.name,
-        "num_chips": plan.target.num_chips,
-        "num_devices": plan.target.num_devices,
+        "num_chips": plan.num_chips,
+        "num_devices": plan.num_chips * plan.target.devices_per_chip,
+        "pipeline_parallel_size": max(len(plan.stages), 1),
+        "stages": [
+            {
+                "num_layers": stage.num_layers,
+                "weights_bytes_per_chip": stage.weights,
+                "decode_ms": stage.decode_ms,
+                "prefill_ms": stage.prefill_ms,
+            }
+            for stage in plan.stages
+        ],
         "expert_parallel_size": plan.num_expert_shards,
         "enable_dp_attention": schedule.num_data_shards > 1,
         "dtype": plan.dtype,
@@ -103,6 +114,8 @@ def render(plan: Plan) -> str:
         blocks += _warm_up(plan.program_s)
     if plan.speed is not None:
         blocks += _speed(plan, plan.speed)
+    if len(plan.stages) > 1:
+        blocks += _stages(plan)
     return "\n\n".join(blocks)
 
 
@@ -111,6 +124,8 @@ def _header(plan: Plan) -> str:
     schedule = plan.schedule
     stored = f"{plan.dtype}, weights in {plan.quantization}," if plan.quantization else plan.dtype
     where = plan.target.name
+    if len(plan.stages) > 1:
+        where += f" for each of {len(plan.stages)} pipeline stages"
     if plan.num_expert_shards > 1:
         what = "experts" if schedule.num_data_shards == 1 else "experts and of the requests"
         where += f", each device with 1 of {plan.num_expert_shards} shards of the {what}"
@@ -230,6 +245,26 @@ def _speed(plan: Plan, speed: Speed) -> list[str]:
     )
     rows = [(str(count), number(ms), number(speed.tokens_per_s[count])) for count, ms in speed.step_ms.items()]
     return ["\n".join(lines), align([("rows", "ms a step", "tokens/s"), *rows], header=True)]
+
+
+def _stages(plan: Plan) -> list[str]:
+    """Return the blocks with the pipeline stages, and with the time for which they wait for each other."""
+    header = ("stage", "layers", "weights on a chip", "ms a decode step", "ms a full step of prompts")
+    rows: list[Row] = [header]
+    times: dict[str, list[float]] = {"decode with the most rows": [], "prefill": []}
+    for index, stage in enumerate(plan.stages, 1):
+        both = [each for each in (stage.decode_ms, stage.prefill_ms) if each is not None]
+        for known, each in zip(times.values(), both, strict=False):
+            known.append(each)
+        row = (str(index), str(stage.num_layers), _gb(stage.weights), *map(number, both))
+        rows.append((*row, *[""] * (len(header) - len(row))))
+    idle = [f"{100 * StageTimes.idle(each):.1f}% of {name}" for name, each in times.items() if each]
+    blocks = [align(rows, header=True)]
+    if idle:
+        blocks.append(
+            f"stages wait for the most expensive one for {' and '.join(idle)}; a prompt alone also has to fill them"
+        )
+    return ["memory is that of the stage with the least for keys and values", *blocks]
 
 
 def build_sweep_report(candidates: Sequence[Candidate]) -> Json:

@@ -212,9 +212,21 @@ class Sizes:
             ConfigError: the engine refuses the options.
         """
         stages = [cls.resolve(config, target, stage) for stage in range(config.pipeline_parallel_size)]
+        if len(stages) == 1:
+            return stages
         num_pages = min(stage.schedule.num_pages for stage in stages)
         schedule = dataclasses.replace(stages[0].schedule, num_pages=num_pages)
         return [dataclasses.replace(stage, schedule=schedule) for stage in stages]
+
+    @classmethod
+    def resolve_tightest(cls, config: EngineConfig, target: Target) -> "Sizes":
+        """Return the sizes of the pipeline stage with the fewest pages; see `resolve_stages`."""
+        return min(cls.resolve_stages(config, target), key=lambda stage: stage.tightness)
+
+    @property
+    def tightness(self) -> tuple[int, int]:
+        """Key by which the stage with the least memory for pages comes first."""
+        return self.memory.num_pages, -self.memory.missing
 
     def roofline(self, collectives: tuple[Collective, ...] = (), collective_tokens: int = 1) -> Roofline:
         """Return the roofline for steps on chips with a data sheet; see `Roofline` for the arguments."""

@@ -11,6 +11,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts
 from jaxserve.models.registry import flop_counts
 from jaxserve.models.weight_reads import WeightReads
+from jaxserve.scheduling.even_chunks import EvenChunks
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.step_costs import attention_cost
 from jaxserve.tools.planner.program import Collective
@@ -92,3 +93,44 @@ class Roofline:
         factors = {"all-reduce": 2, "reduce-scatter": self.num_chips}
         sent = sum(factors.get(x.kind, 1) * fraction * x.num_bytes for x in self.collectives)
         return sent * self.arch.num_layers * num_tokens / self.collective_tokens / self.link_bytes_per_s * 1e3
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Predicted times of pipeline stages, of which each computes another step simultaneously; or of a single stage.
+
+    Attributes:
+        rooflines: rooflines of the stages.
+    """
+
+    rooflines: Sequence[Roofline]
+
+    def part(self, num_rows: int) -> int:
+        """Return the number of rows in a step if `num_rows` rows take turns."""
+        return -(-num_rows // len(self.rooflines))
+
+    def decode_ms(self, num_rows: int, context_tokens: int) -> float:
+        """Return the time from a row's token to its next one, with `context_tokens` per row.
+
+        The steps of all rows pass through the most expensive stage, and each passes through all stages.
+        """
+        times = [roofline.decode_ms(self.part(num_rows), context_tokens) for roofline in self.rooflines]
+        return max(sum(times), min(num_rows, len(times)) * max(times))
+
+    def ttft_ms(self, prompt_tokens: int) -> float:
+        """Return the time for all chunks of a prompt that runs alone."""
+        schedule = self.rooflines[0].schedule.shard_config
+        chunks, free_ms, start = EvenChunks(schedule, schedule.smallest_chunk), [0.0] * len(self.rooflines), 0
+        while start < prompt_tokens:
+            num_left = prompt_tokens - start
+            num_tokens = min(num_left, schedule.max_num_batched_tokens, chunks.max_tokens(start, num_left, 0))
+            end_ms = 0.0
+            for stage, roofline in enumerate(self.rooflines):
+                end_ms = free_ms[stage] = max(free_ms[stage], end_ms) + roofline.step_ms([start], [num_tokens])
+            start += num_tokens
+        return free_ms[-1]
+
+    @staticmethod
+    def idle(times_ms: Sequence[float]) -> float:
+        """Return the fraction of time for which stages wait for the most expensive one, given each stage's time."""
+        return 1 - sum(times_ms) / len(times_ms) / max(times_ms)

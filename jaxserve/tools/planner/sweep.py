@@ -75,12 +75,12 @@ def sweep(
     """
     for target in [parse_target(name) for name in names]:
         price = prices.get(target.kind)
-        usd_per_hour = None if price is None else price * target.num_chips
         try:
             plan = make(target)
         except ConfigError as error:
-            yield Candidate(target, None, str(error), usd_per_hour)
+            yield Candidate(target, None, str(error), None if price is None else price * target.num_chips)
         else:
+            usd_per_hour = None if price is None else price * plan.num_chips
             yield Candidate(target, plan, None, usd_per_hour, _num_rows(plan, batch))
 
 
