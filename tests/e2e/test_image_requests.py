@@ -280,7 +280,8 @@ def test_named_pictures_and_options_over_http(served: Model, tmp_path: Path) -> 
         detailed = ask(body_with({**named, "image_url": {"url": url(PICTURES[2]), "detail": "high"}}))
         assert detailed.headers["x-ignored-params"] == "detail"
         assert ask(body_with(named, mm_processor_kwargs={})).status_code == 200
-        assert re.search(r"^jaxserve:prepared_image_bytes{.*} [1-9]", server.client.get("/metrics").text, re.M)
+        metrics = server.client.get("/metrics", headers={"Authorization": "Bearer first"}).text
+        assert re.search(r"^jaxserve:prepared_image_bytes{.*} [1-9]", metrics, re.M)
         count = ask({"messages": body_with(named)["messages"]}, path="/tokenize").json()["count"]
         assert count == first.json()["usage"]["prompt_tokens"]
         for given in (named, {"type": "text", "text": "a"}):
