@@ -1,4 +1,4 @@
-"""Pages on disk that engines with other numbers of devices have written."""
+"""Pages on disk or in a shared store that engines with other numbers of devices have written."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -22,15 +22,16 @@ PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0
 
 
 @pytest.mark.parametrize("kv_cache_dtype", mainly(["auto"], "int8", "int4"))
+@pytest.mark.parametrize(("option", "tier"), [("kv_offloading_path", "disk"), ("kv_store", "store")])
 @pytest.mark.parametrize("order", mainly([(4, 1)], (1, 4, 2, 1)))
 def test_pages_are_read_by_engines_with_other_numbers_of_devices(
-    start: Start, model: Path, tmp_path: Path, kv_cache_dtype: str, order: tuple[int, ...]
+    start: Start, model: Path, tmp_path: Path, kv_cache_dtype: str, order: tuple[int, ...], option: str, tier: str
 ) -> None:
     """Four devices hold each of the two KV heads twice."""
 
     @contextmanager
     def opened(num_devices: int) -> Iterator[DrivenEngine]:
-        sizes: dict[str, Any] = SIZES | {"multi_step": 1, "kv_offloading_path": str(tmp_path)}
+        sizes: dict[str, Any] = SIZES | {"multi_step": 1, option: str(tmp_path)}
         config = EngineConfig(str(model), tensor_parallel_size=num_devices, kv_cache_dtype=kv_cache_dtype, **sizes)
         with closing(DrivenEngine(config)) as engine:
             yield engine
@@ -43,4 +44,7 @@ def test_pages_are_read_by_engines_with_other_numbers_of_devices(
             for output, wanted in zip(outputs, expected, strict=False):
                 assert_same(output, wanted)
             found = [output.cached_tokens for output in outputs]
-            assert found == [CachedTokens(disk=32)] * turn + [CachedTokens()]
+            assert found == [CachedTokens(**{tier: 32})] * turn + [CachedTokens()]
+            mover = engine.replicas[0].mover
+            assert mover is not None
+            mover.sync()
