@@ -1,6 +1,7 @@
 """Pages that engines share through a directory or a Redis server: the same tokens, and no error to a request."""
 
 import os
+import random
 import shutil
 import subprocess
 import time
@@ -330,3 +331,88 @@ def test_credentials_are_in_no_message(tmp_path: Path) -> None:
         KVStoreConfig("/tmp", key_file=str(short)).read_key()
     with pytest.raises(ConfigError, match="kv_role needs kv_store"):
         EngineConfig(kv_role="kv_producer")
+
+
+class FaultyStore:
+    """A directory that fails, forgets or damages a value in 5% of all calls."""
+
+    def __init__(self, store: DirectoryStore, seed: int) -> None:
+        self._store, self._random, self.num_faults = store, random.Random(seed), 0
+
+    def _fault(self) -> str | None:
+        if self._random.random() >= 0.05:
+            return None
+        self.num_faults += 1
+        return self._random.choice(("error", "lost", "damaged"))
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        found = self._store.has(names)
+        match self._fault():
+            case "error":
+                raise StoreError("it is broken")
+            case "lost":
+                return [False] * len(names)
+            case "damaged":
+                return [True] * len(names)
+        return found
+
+    def read(self, name: str) -> bytes | None:
+        value = self._store.read(name)
+        match self._fault():
+            case "error":
+                raise StoreError("it is broken")
+            case "lost":
+                return None
+            case "damaged" if value is not None:
+                index = self._random.randrange(len(value))
+                return value[:index] + bytes([value[index] ^ 1]) + value[index + 1 :]
+        return value
+
+    def write(self, name: str, value: bytes) -> bool:
+        match self._fault():
+            case "error":
+                raise StoreError("it is broken")
+            case "lost":
+                return False
+            case "damaged":
+                return self._store.write(name, value[: len(value) // 2])
+        return self._store.write(name, value)
+
+    def delete(self, name: str) -> None:
+        self._store.delete(name)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.long
+def test_a_thousand_requests_with_faults_lose_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, llama: Path
+) -> None:
+    """Two engines that share a store with faults: the tokens of one without, and all pages at the end."""
+    monkeypatch.setattr(store_pages, "SKIP_S", 0.002)
+    prompts = [tokens(9 + number % 13, f"prompt {number % 60}") for number in range(500)]
+    plain = DrivenEngine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES))
+    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in generate(plain, prompts, short)]
+    plain.close()
+    stores: list[FaultyStore] = []
+    original = StorePages.__init__
+
+    def init(self: StorePages, *args: Any, **options: Any) -> None:
+        def new_store(config: KVStoreConfig, seal: Seal) -> FaultyStore:
+            stores.append(FaultyStore(DirectoryStore(tmp_path / "faulty", config, seal), len(stores)))
+            return stores[-1]
+
+        original(self, *args, **options, new_store=new_store)
+
+    monkeypatch.setattr(StorePages, "__init__", init)
+    engines = [start(str(tmp_path / "faulty")) for _ in range(2)]
+    for engine in engines:
+        for first in range(0, len(prompts), 50):
+            outputs = generate(engine, prompts[first : first + 50], short)
+            assert [output.outputs[0].token_ids for output in outputs] == expected[first : first + 50]
+        engine.check_integrity()
+        assert engine.occupancy.num_pages_used == 0
+        assert engine.stats.cached_tokens.store > 0
+    assert sum(store.num_faults for store in stores) > 20
