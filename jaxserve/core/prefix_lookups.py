@@ -1,7 +1,7 @@
 """PrefixLookups: asks a shared store for the pages of new prompts, before these are queued.
 
-A scheduler's plans must depend on its events only, so what the store has is an event, `Found`. A prompt waits for it,
-for a time that the store's own deadline bounds; hashes are computed on the way, on another thread.
+A scheduler's plans must depend on its events only, so the store's answer is an event, `Found`. A prompt waits for it
+until the store's deadline; another thread computes the hashes meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxserve.scheduling.request import Request
 MAX_KEYS = 65536  # pages in one lookup: a longer prompt's others count as missing
 
 
-# Begins to look for pages; the function given is called with what is there, or None, possibly on another thread.
+# Begins to look for pages; the given function is called with a flag for each, or None, possibly on another thread.
 Find = Callable[[Sequence[PageKey], Callable[[Sequence[bool] | None], None]], None]
 
 
@@ -31,7 +31,7 @@ class Looked(NamedTuple):
 
     Attributes:
         requests: samples of one prompt.
-        found: what the store has; None if it has not answered.
+        found: the store's pages; None if it has not answered.
     """
 
     requests: Sequence[Request]
@@ -49,7 +49,7 @@ class PrefixLookups:
 
     def __init__(self, tier: int, groups: KVGroups, find: Find) -> None:
         self._tier, self._groups, self._find = tier, groups, find
-        self._hashes = PrefixHashes(groups.page_size)  # of the thread
+        self._hashes = PrefixHashes(groups.page_size)  # used by the thread
         self._prompts: SimpleQueue[Sequence[Request] | None] = SimpleQueue()
         self._ended: deque[Looked] = deque()
         self._thread: Thread | None = None
