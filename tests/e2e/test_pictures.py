@@ -116,13 +116,13 @@ def tokens(output: RequestOutput) -> list[int]:
 
 
 def num_encoded(engine: DrivenEngine) -> Callable[[], int]:
-    """Return a function that counts the encoder runs from now on."""
+    """Return a function that counts the images that are encoded from now on."""
     runner: Any = engine.replicas[0].executor
     runs: list[Any] = []
     encode = runner._encode
 
     def counted(run: Any) -> None:
-        runs.append(run)
+        runs.extend([run] if run.is_last else [])  # others are parts
         encode(run)
 
     runner._encode = counted
