@@ -105,7 +105,8 @@ def read_log(path: str | Path) -> LoggedRun:
     tiers = [_read_tier(*tier) for tier in sizes.pop("tiers", ())]  # an older log has none
     for name in ("windows", "tenant_weights", "targets"):
         sizes[name] = tuple(tuple(each) if isinstance(each, list) else each for each in sizes[name])
-    sizes["encoder_costs"] = tuple(map(tuple, sizes.get("encoder_costs", ())))
+    for name in ("encoder_costs", "score_costs"):  # an older log has none
+        sizes[name] = tuple(map(tuple, sizes.get(name, ())))
     sizes["eviction"] = read_budget(EvictionConfig, sizes.get("eviction"))
     events = (event_from_json(json.loads(line)) for line in lines[1:] if line.endswith("\n"))
     return LoggedRun(ScheduleConfig(**sizes), tiers, events)
