@@ -4,7 +4,19 @@ import argparse
 from typing import Any
 
 from jaxserve import __version__
-from jaxserve.cli import batch, bench, check_invariance, completion, convert, generate, plan, quantize, route, serve
+from jaxserve.cli import (
+    batch,
+    bench,
+    check_invariance,
+    completion,
+    convert,
+    generate,
+    plan,
+    quantize,
+    route,
+    serve,
+    simulate,
+)
 from jaxserve.errors import did_you_mean
 
 COMMANDS = (
@@ -16,6 +28,7 @@ COMMANDS = (
     convert.COMMAND,
     quantize.COMMAND,
     plan.COMMAND,
+    simulate.COMMAND,
     check_invariance.COMMAND,
     completion.COMMAND,
 )

@@ -80,9 +80,9 @@ class Roofline:
         num_bytes = self.weight_reads.step(bucket, sum(counts)) + kv_bytes + 2 * len(counts) * self.state_bytes
         flops = self._flop_counts.step(bucket, self.schedule.num_rows(bucket), attention.num_scores)
         split = split_time(0.0, flops, num_bytes, self.peak_rates)
-        return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)
+        return max(split.compute_ms, split.memory_ms) + self.exchange_ms(bucket)
 
-    def _exchange_ms(self, num_tokens: int) -> float:
+    def exchange_ms(self, num_tokens: int) -> float:
         """Return the time for ring exchanges over all links: a chip sends n - 1 of n shards, in an all-reduce twice.
 
         A reduce-scatter's result is one shard; the other collectives' results are all shards.
