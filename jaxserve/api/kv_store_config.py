@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, no_type_check
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from jaxserve.api.option_values import read_options
+from jaxserve.api.option_values import read_object, read_options
 from jaxserve.api.schema import FILLED_TEXT, PATH, Schema, number
 from jaxserve.errors import ConfigError
 
@@ -17,6 +17,8 @@ ROLES = ("kv_both", "kv_producer", "kv_consumer")
 PRODUCER, CONSUMER = ROLES[1:]
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64  # BLAKE2b takes at most 64
 _SCHEMES = ("redis", "rediss", "unix")
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]*\]|[^:/]*)(:[0-9]*)?(/|$)")
+_MAX = 10**9  # far from what sockets and Redis take as times
 _WORDS = "a directory, redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:PATH?db=DB"
 
 
@@ -43,9 +45,11 @@ class RedisAddress:
 
 
 @no_type_check  # tests pass wrong types, which __post_init__ must reject with a ConfigError
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KVStoreConfig:
     """Shared store of KV pages, which engines with the same weights write and read.
+
+    Its representation has no credentials, because messages show it.
 
     Attributes:
         url: a directory, `redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://` with TLS, or `unix:PATH?db=DB`.
@@ -67,6 +71,10 @@ class KVStoreConfig:
         _SCHEMA.check(self)
         _ = self.redis, self.directory
 
+    def __repr__(self) -> str:
+        others = [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)[1:]]
+        return f"KVStoreConfig({', '.join([f'url={self.shown}', *others])})"
+
     @classmethod
     def from_value(cls, value: object) -> KVStoreConfig | None:
         """Return the configuration from a URL, a dict or JSON, or the one given; None for None and "null".
@@ -76,14 +84,27 @@ class KVStoreConfig:
         """
         if isinstance(value, str) and value.strip() != "null" and not value.lstrip().startswith("{"):
             value = {"url": value}
-        if value is not None and not isinstance(value, str | Mapping | cls):
-            raise ConfigError(f"kv_store must be {_WORDS}, or an object with such a url, got {value!r}")
-        return read_options("kv_store", cls, value)
+        if value is None or isinstance(value, cls):
+            return value
+        words = f"kv_store must be {_WORDS}, or an object with such a url"
+        if not isinstance(value, str | Mapping):
+            raise ConfigError(f"{words}, got a value of type {type(value).__name__}")
+        if isinstance(value, str) and value.strip() == "null":
+            return None
+        # No message of another reader, which would show a value: it may have a password.
+        try:
+            given = read_object("kv_store", value)
+        except ConfigError:
+            raise ConfigError(f"{words}, got text or keys that are none") from None
+        names = [field.name for field in fields(cls)]
+        if not isinstance(url := given.get("url", ""), str):
+            raise ConfigError(f"url of kv_store must be {_WORDS}, got a value of type {type(url).__name__}")
+        return read_options("kv_store", cls, {key: each if key in names else "..." for key, each in given.items()})
 
     @property
     def redis(self) -> RedisAddress | None:
         """Address of the Redis server; None for a directory."""
-        if "://" not in self.url and not self.url.startswith("unix:"):
+        if not self._is_address:
             return None
         try:
             parts = urlsplit(self.url)
@@ -97,10 +118,22 @@ class KVStoreConfig:
         return None if self.redis is not None else Path(self.url)
 
     @property
+    def _is_address(self) -> bool:
+        """True for the address of a server, even a wrong one, and False for a directory."""
+        return "://" in self.url or self.url.partition(":")[0].lower() in _SCHEMES
+
+    @property
     def shown(self) -> str:
-        """URL without credentials, for messages."""
-        scheme, mark, rest = self.url.partition("://")
-        return repr(scheme + mark + (rest.rpartition("@")[2] if mark else ""))
+        """URL without credentials, for messages: from a wrong one, nothing that could be part of them."""
+        if not self._is_address:
+            return repr(self.url)
+        scheme, _, rest = self.url.partition(":")
+        before, _, host = rest.rpartition("@")
+        mark = "//" if rest.startswith("//") else ""
+        host = re.split("[?#]", host)[0].removeprefix(mark)
+        if "?" in before or "#" in before or not _HOST.match(host):  # an @ in a query, or perhaps no @ after a password
+            host = "..."
+        return repr(f"{scheme}:{mark}{host}")
 
     def read_key(self) -> bytes:
         """Return the key in `key_file`, without a line end; empty without a file.
@@ -139,9 +172,10 @@ def _redis_address(parts: SplitResult) -> RedisAddress:
     path = parts.path.strip("/")
     if query or not parts.hostname:
         raise ValueError("a query, or no host")
-    return RedisAddress(
-        parts.hostname, parts.port or 6379, db=_number(path or "0"), has_tls=parts.scheme == "rediss", **credentials
-    )
+    port = 6379 if parts.port is None else parts.port
+    if not port:
+        raise ValueError("no port")
+    return RedisAddress(parts.hostname, port, db=_number(path or "0"), has_tls=parts.scheme == "rediss", **credentials)
 
 
 def _number(text: str) -> int:
@@ -157,7 +191,7 @@ _SCHEMA = Schema(
     {
         "url": FILLED_TEXT,
         "key_file": PATH.optional(),
-        **dict.fromkeys(("ttl_s", "timeout_s", "size_gib"), number(0, math.inf, excludes_low=True)),
+        **dict.fromkeys(("ttl_s", "timeout_s", "size_gib"), number(0, _MAX, excludes_low=True)),
     },
     " of kv_store",
 )

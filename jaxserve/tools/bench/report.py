@@ -43,7 +43,8 @@ def build_report(engine: "DrivenEngine", kind: str, workload: Workload, load: Js
             "stored": storage_name(engine.config, engine.arch, on_cpu=device.platform == "cpu"),
             "kv_dtype": pool_dtype(engine.config, dtype).name,
         },
-        "config": dataclasses.asdict(engine.config),
+        "config": dataclasses.asdict(dataclasses.replace(engine.config, kv_store=None))
+        | {"kv_store": engine.config.store and repr(engine.config.store)},  # without credentials
         "schedule": dataclasses.asdict(engine.schedule),
         "workload": _described(workload) | load,
         "runs": [],
