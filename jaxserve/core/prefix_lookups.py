@@ -6,6 +6,7 @@ until the store's deadline; another thread computes the hashes meanwhile.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -18,6 +19,8 @@ from jaxserve.scheduling.kv_cache.pages import STATES
 from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey
 from jaxserve.scheduling.request import Request
+
+logger = logging.getLogger(__name__)
 
 MAX_KEYS = 65536  # pages in one lookup: a longer prompt's others count as missing
 
@@ -72,7 +75,11 @@ class PrefixLookups:
     def _run(self) -> None:
         """Look for prompts until `close`."""
         while (requests := self._prompts.get()) is not None:
-            self._look(requests)
+            try:
+                self._look(requests)
+            except Exception:  # a defect must not leave requests waiting
+                logger.exception("a prompt's pages could not be looked up")
+                self._ended.append(Looked(requests, None))
 
     def _look(self, requests: Sequence[Request]) -> None:
         """Look for the pages of one prompt."""

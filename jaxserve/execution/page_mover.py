@@ -11,6 +11,7 @@ was requested.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -54,6 +55,10 @@ class PageMover:
         self._keep_state = programs.get("keep_state")
         self._is_cleared = False  # all media were emptied, and the weights may be others now
         self._is_closed = False
+        self._num_weights, self._passing = (
+            0,
+            threading.Lock(),
+        )  # weights used so far; held to pass pages on, and for new
         self._loading: dict[int, Move] = {}  # by key
         self._read: deque[tuple[Move, Page | None]] = deque()  # loads whose page was read; None if it is lost
         self._copied: deque[tuple[Move, bool]] = deque()  # copies between media that have ended, and their success
@@ -95,7 +100,7 @@ class PageMover:
                 self._loading[each.key] = each
                 self._medium(each.source).get(each.content, partial(self._note_read, each))
             else:
-                self._medium(each.source).get(each.content, partial(self._pass_on, each))
+                self._medium(each.source).get(each.content, partial(self._pass_on, each, self._num_weights))
         self._end(stored, ok=True)  # the device pages themselves are not needed any more
 
     def page_s(self) -> list[float]:
@@ -148,8 +153,10 @@ class PageMover:
                 medium.clear()
         if are_used and self._is_cleared:  # not earlier: the weights may be replaced or asleep until a step
             self._is_cleared = False
-            for medium in self.media:
-                medium.use_weights()
+            with self._passing:
+                self._num_weights += 1
+                for medium in self.media:
+                    medium.use_weights()
 
     def _store(self, move: Move, page: Page | None) -> bool:
         """Pass a device page's copy to its medium; end the move and return False if it cannot take the page."""
@@ -163,14 +170,16 @@ class PageMover:
         """Note a page that was read for a load, on any thread."""
         self._read.append((move, page))
 
-    def _pass_on(self, move: Move, page: Page | None) -> None:
-        """Store a page that was read from one medium in another one, on any thread."""
+    def _pass_on(self, move: Move, num_weights: int, page: Page | None) -> None:
+        """Store a page that was read from one medium in another one, on any thread, unless that has other weights."""
 
         def note(ok: bool) -> None:
             self._copied.append((move, ok))
 
-        if page is None or not self._medium(move.target).put(move.content, page, note):
-            note(False)
+        with self._passing:
+            is_current = num_weights == self._num_weights
+            if not (is_current and page is not None and self._medium(move.target).put(move.content, page, note)):
+                note(False)
 
     def _end(self, moves: Sequence[Move], *, ok: bool) -> None:
         """Report the end of some moves to `take_ended`."""

@@ -28,6 +28,7 @@ from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 
 logger = logging.getLogger(__name__)
 
+Awaited = tuple[Callable[[], Any], Callable[[Any], None]]  # a question, and what is called with its answer
 Found = Sequence[bool] | None  # for each key whether the store has it; None if it has not answered
 
 MAX_UNWRITTEN_PAGES = 1024  # pages that wait to be written; with more, pages are not stored
@@ -69,7 +70,7 @@ class StorePages:
         seal = new_seal()
         self._current: tuple[SharedStore, Seal] | None = (new_store(config, seal), seal)
         self._unwritten: dict[PageKey, Page] = {}
-        self._tickets, self._waiting = count(), dict[int, Callable[[Any], None]]()  # answers that are awaited
+        self._tickets, self._waiting = count(), dict[int, Awaited]()
         self._progress_s, self._skip_until_s = 0.0, 0.0  # time of the last answer; when the store is asked again
         self._read_s = self._measured_s = 0.0  # mean time to read a page; when the last read has ended
         self._to_read, self._to_write = SimpleQueue[Any](), SimpleQueue[Any]()
@@ -136,8 +137,8 @@ class StorePages:
         if self._waiting and time.monotonic() - self._progress_s > self._config.timeout_s:
             self._skip(f"it has not answered within {self._config.timeout_s} s")
             for ticket in list(self._waiting):
-                if (done := self._waiting.pop(ticket, None)) is not None:
-                    done(None)
+                if (awaited := self._waiting.pop(ticket, None)) is not None:
+                    awaited[1](None)
 
     def delete(self, key: PageKey) -> None:
         """Do nothing: others may use the page."""
@@ -148,6 +149,7 @@ class StorePages:
     def use_weights(self) -> None:
         """Continue with the pages of the weights in use."""
         current, self._current = self._current, None
+        self._unwritten = {}  # what waits is written for the earlier weights, and must not be read for these
         if current is not None:
             self._to_write.put(current[0].close)
         try:
@@ -199,25 +201,25 @@ class StorePages:
         if not self._waiting:
             self._progress_s = time.monotonic()
         ticket = next(self._tickets)
-        self._waiting[ticket] = done
-        self._to_read.put(lambda: self._answer(ticket, question))
+        self._waiting[ticket] = question, done
+        self._to_read.put(lambda: self._answer(ticket))  # a store that hangs for hours must not hold questions
 
     # On a thread
 
-    def _answer(self, ticket: int, question: Callable[[], Any]) -> None:
+    def _answer(self, ticket: int) -> None:
         """Ask the store, and pass the answer on unless nobody waits for it any more."""
-        if ticket not in self._waiting:
+        if (awaited := self._waiting.get(ticket)) is None:
             return
         answer = None
         try:
-            answer = question()
+            answer = awaited[0]()
         except StoreError as error:
             self._skip(error)
         except Exception:  # a defect must not leave a request waiting
             logger.exception("the store of KV pages could not be read")
         self._progress_s = time.monotonic()
-        if (done := self._waiting.pop(ticket, None)) is not None:
-            done(answer)
+        if self._waiting.pop(ticket, None) is not None:
+            awaited[1](answer)
 
     def _write(self, current: tuple[SharedStore, Seal], key: PageKey, page: Page) -> bool:
         """Write a page unless the store has it; return whether it can be read."""
@@ -231,6 +233,8 @@ class StorePages:
             self._skip(error)
         except jax.errors.JaxRuntimeError:  # of the step that should have written the page
             is_stored = False
+        except Exception:  # a defect must not end the thread, nor leave a page waiting
+            logger.exception("a page could not be written to the store of KV pages")
         if self._unwritten.get(key) is page:
             del self._unwritten[key]
         with counting:

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -19,11 +20,13 @@ from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.core.event_log import replay_log
 from jaxserve.errors import ConfigError
 from jaxserve.execution import store_pages
+from jaxserve.execution.page_media import DiskPages
 from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.store_pages import StorePages
 from jaxserve.scheduling.kv_cache.shared_store import DirectoryStore, RedisStore, Seal, StoreError
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey
-from tests.e2e.sizes import SIZES
+from tests import checkpoints
+from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import generate, tokens
 
 pytestmark = pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
@@ -47,6 +50,14 @@ def start(llama: Path, tmp_path: Path) -> Iterator[Start]:
             return engine
 
         yield start
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the model of `llama` with other weights."""
+    path = tmp_path_factory.mktemp("other")
+    checkpoints.write_checkpoint(path, "llama", seed=1, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +131,7 @@ def test_another_engine_continues_from_the_store(
     assert replay_log(log) > 0
 
 
+@pytest.mark.long
 def test_consumers_only_read(start: Start) -> None:
     consumer = start(kv_role="kv_consumer")
     (ids,) = fill(consumer, PROMPT)
@@ -132,6 +144,7 @@ def test_consumers_only_read(start: Start) -> None:
     assert (output.cached_tokens.store, output.outputs[0].token_ids) == (HIT, ids)
 
 
+@pytest.mark.long
 def test_damaged_pages_are_computed_again(start: Start, tmp_path: Path) -> None:
     (ids,) = fill(start(), PROMPT)
     pages = sorted((tmp_path / "store").rglob("*.page"))
@@ -165,7 +178,8 @@ class BadStore:
         return fail
 
 
-@pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("hangs", [False, True])
 def test_a_bad_store_delays_requests_by_its_timeout_only(
     start: Start, monkeypatch: pytest.MonkeyPatch, hangs: bool, tmp_path: Path
 ) -> None:
@@ -193,6 +207,7 @@ def _opening(store: Any) -> Callable[..., None]:
     return init
 
 
+@pytest.mark.long
 def test_a_killed_server_is_skipped_and_used_again(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -211,6 +226,40 @@ def test_a_killed_server_is_skipped_and_used_again(
     (output,) = generate(second, [PROMPT], GREEDY)
     assert (output.num_cached_tokens, output.outputs[0].token_ids) == (0, ids)
     second.check_integrity()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("waits", ["in memory", "on disk"])
+def test_pages_of_earlier_weights_are_not_used_for_later_ones(
+    start: Start, other: str, monkeypatch: pytest.MonkeyPatch, waits: str, tmp_path: Path
+) -> None:
+    (expected,) = generate(start(str(tmp_path / "another"), model=other), [PROMPT], GREEDY)
+    is_open, held = threading.Event(), list[Callable[[], None]]()
+    if waits == "in memory":
+        write = DirectoryStore.write
+        monkeypatch.setattr(DirectoryStore, "write", lambda *args: is_open.wait(20) and write(*args))
+        engine = start()
+    else:
+        get = DiskPages.get
+
+        def hold(self: DiskPages, key: PageKey, done: Callable[[Any], None]) -> None:
+            get(self, key, done if is_open.is_set() else lambda page: held.append(lambda: done(page)))
+
+        monkeypatch.setattr(DiskPages, "get", hold)
+        engine = start(kv_offloading_path=str(tmp_path / "pages"))
+    generate(engine, [PROMPT], GREEDY)
+    while waits == "on disk" and not held:
+        engine.settle()
+    engine.update_weights(other)
+    (output,) = generate(engine, [PROMPT], GREEDY)
+    assert (output.outputs[0].token_ids, output.num_cached_tokens) == (expected.outputs[0].token_ids, 0)
+    is_open.set()
+    for passed_on in held:
+        passed_on()
+    store_of(engine).sync()
+    (late,) = generate(start(model=other), [PROMPT], GREEDY)
+    assert late.outputs[0].token_ids == expected.outputs[0].token_ids
+    engine.check_integrity()
 
 
 # The stores themselves
@@ -273,6 +322,41 @@ def test_old_and_surplus_pages_are_deleted_and_foreign_files_never(tmp_path: Pat
     assert [each.has([name]) for (each, _), name in zip(others, theirs, strict=True)] == [[True]] * 2
 
 
+def test_any_error_of_a_disk_fails_one_call_and_no_thread(tmp_path: Path) -> None:
+    store, seal = directory_store(tmp_path)
+    name = put(store, seal, KEYS[0])
+    shutil.rmtree(store._own)
+    store._own.write_text("now a file")  # even the temporary file cannot be deleted
+    for call in (lambda: store.write(name, b"page"), lambda: store.delete(name)):
+        with pytest.raises(StoreError):
+            call()
+    with pytest.raises(ConfigError, match="kv_store must be a directory"):
+        directory_store(Path("/tmp/\0"))
+
+
+def test_pages_in_use_stay_on_a_disk_that_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, seal = directory_store(tmp_path)
+    name = put(store, seal, KEYS[0])
+    os.utime(store._path(name), (time.time() - 100,) * 2)
+    assert store.read(name) is not None
+    assert (store._age_s(name) or 0) < 50
+    os.utime(store._path(name), (time.time() - 100,) * 2)
+    monkeypatch.setattr(os, "utime", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+    assert store.read(name) is not None
+
+
+def test_a_server_with_a_lower_limit_is_full_and_still_read(tmp_path: Path) -> None:
+    if (server := shutil.which("redis-server")) is None:
+        pytest.skip("redis-server is not installed")
+    with run_redis(server, tmp_path, "--maxmemory", "1"):
+        config = KVStoreConfig(f"unix:{tmp_path}/socket")
+        assert config.redis is not None
+        store = RedisStore(config.redis, config, Seal(b"", bytes(16)))
+        assert [store.write("name", b"page") for _ in range(2)] == [False, False]
+        assert store.read("name") is None
+        store.close()
+
+
 def test_a_server_deletes_old_pages_and_takes_none_beyond_its_memory(redis: str) -> None:
     config = KVStoreConfig(redis, ttl_s=0.2)
     assert config.redis is not None
@@ -304,6 +388,18 @@ def test_a_server_deletes_old_pages_and_takes_none_beyond_its_memory(redis: str)
         ({"url": "/tmp", "ttl": 5}, "unsupported kv_store"),
         ({"url": "/tmp", "ttl_s": 0}, "ttl_s of kv_store must be"),
         ({"ttl_s": 5}, "kv_store must have a url"),
+        ("redis:/user:secret@host", "url of kv_store must be"),
+        ("redis://user:secret", "url of kv_store must be .* got 'redis://...'"),
+        ("redis://host:0", "url of kv_store must be"),
+        ("redis://host/0?password=secret", "url of kv_store must be .* got 'redis://host/0'"),
+        ("redis://host/0?password=x@secret", "url of kv_store must be .* got 'redis://...'"),
+        ("redis://user:x?secret@host", "url of kv_store must be .* got 'redis://...'"),
+        ("unix:/run/redis?db=0&password=secret", "url of kv_store must be .* got 'unix:/run/redis'"),
+        (["redis://:secret@host"], "kv_store must be a directory"),
+        ('{"url": "redis://:secret@host"', "kv_store must be a directory"),
+        ({"url": ["redis://:secret@host"]}, "url of kv_store must be"),
+        ({"urls": "redis://:secret@host"}, "unsupported kv_store"),
+        *[({"url": "/tmp", name: 1e300}, f"{name} of kv_store must be") for name in ("ttl_s", "timeout_s", "size_gib")],
     ],
 )
 def test_bad_options_are_one_line_without_credentials(value: Any, words: str | None) -> None:
@@ -329,6 +425,10 @@ def test_credentials_are_in_no_message(tmp_path: Path) -> None:
     short.write_bytes(b"short\n")
     with pytest.raises(ConfigError, match="key_file of kv_store must have 16 to 64 bytes, got 5"):
         KVStoreConfig("/tmp", key_file=str(short)).read_key()
+    assert "secret" not in repr(config)
+    with pytest.raises(ConfigError, match=r"kv_store must be None with .*127\.0\.0\.1:1/0") as refused:
+        EngineConfig(kv_store=config, pipeline_parallel_size=2)
+    assert "secret" not in str(refused.value)
     with pytest.raises(ConfigError, match="kv_role needs kv_store"):
         EngineConfig(kv_role="kv_producer")
 

@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
@@ -28,12 +29,16 @@ _DIGEST_BYTES = 32
 _PREFIX = f"jaxserve-kv-{_MAGIC[-1]}"
 _SWEEP_S = 60.0  # time between two searches of a directory for old pages
 _ABANDONED_S = 3600.0  # age from which a temporary file belongs to nobody
-_TOUCH_FRACTION = 1 / 8  # of the TTL: a page that was not used for longer is marked as used
+_TOUCH_S = 60.0  # a page that was not used for longer, or an eighth of the TTL, is marked as used
 _MEMORY_S = 5.0  # time between two questions for a server's memory
 
 
 class StoreError(Exception):
     """Failure of a store; its text has no credentials."""
+
+
+class _FullError(StoreError):
+    """A server has no memory for a value."""
 
 
 class Seal:
@@ -116,10 +121,11 @@ class DirectoryStore:
         self._root = directory / f"{_PREFIX}-{seal.key_id}"
         self._own = self._root / seal.fingerprint.hex()
         self._ttl_s, self._max_bytes = config.ttl_s, int(config.size_gib * 2**30)
+        self._touch_s = min(config.ttl_s / 8, _TOUCH_S)
         self._sweep_at_s, self._num_written = 0.0, 0
         try:
             self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"kv_store must be a directory to write to, got {config.shown}: {error}") from error
 
     def has(self, names: Sequence[str]) -> list[bool]:
@@ -142,8 +148,9 @@ class DirectoryStore:
         path = self._path(name)
         try:
             value = path.read_bytes()
-            if age_s > self._ttl_s * _TOUCH_FRACTION:
-                os.utime(path)
+            if age_s > self._touch_s:
+                with suppress(OSError):  # a disk that this engine may only read
+                    os.utime(path)
         except FileNotFoundError:  # deleted meanwhile
             return None
         except OSError as error:
@@ -153,23 +160,27 @@ class DirectoryStore:
     def write(self, name: str, value: bytes) -> bool:
         """Write a file, which others see only when it is whole."""
         self._num_written += len(value)
-        if time.monotonic() >= self._sweep_at_s or self._num_written > self._max_bytes // 16:
-            self._sweep()
         path = self._path(name)
         temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
         try:
+            if time.monotonic() >= self._sweep_at_s or self._num_written > self._max_bytes // 16:
+                self._sweep()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(temporary, "xb", opener=_open_private) as file:
                 file.write(value)
             temporary.replace(path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise StoreError(str(error)) from error
         return True
 
     def delete(self, name: str) -> None:
         """Delete a file."""
-        self._path(name).unlink(missing_ok=True)
+        try:
+            self._path(name).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(str(error)) from error
 
     def close(self) -> None:
         """Do nothing: no file is open."""
@@ -250,6 +261,7 @@ class RedisStore:
             retry=Retry(NoBackoff(), 0),
         )
         self._error: type[Exception] = redis.RedisError
+        self._full: type[Exception] = redis.exceptions.OutOfMemoryError
         self._address, self._prefix = config.shown, f"{_PREFIX}:{seal.key_id}:{seal.fingerprint.hex()}:"
         self._ttl_ms, self._max_bytes = max(int(config.ttl_s * 1e3), 1), int(config.size_gib * 2**30)
         self._is_full, self._look_at_s = False, 0.0
@@ -273,12 +285,15 @@ class RedisStore:
     def write(self, name: str, value: bytes) -> bool:
         """Set a key, unless the server has no memory for it."""
         if time.monotonic() >= self._look_at_s:
-            used = int(self._call(lambda: self._client.info("memory"))["used_memory"])
+            used = int(self._call(lambda: self._client.info("memory")).get("used_memory", 0))
             self._is_full, self._look_at_s = used >= self._max_bytes, time.monotonic() + _MEMORY_S
         if self._is_full:
             return False
-        self._call(lambda: self._client.set(self._prefix + name, value, px=self._ttl_ms))
-        return True
+        try:
+            self._call(lambda: self._client.set(self._prefix + name, value, px=self._ttl_ms))
+        except _FullError:  # its own limit, `maxmemory`, is lower; pages can be read nevertheless
+            self._is_full = True
+        return not self._is_full
 
     def delete(self, name: str) -> None:
         """Delete a key."""
@@ -292,5 +307,7 @@ class RedisStore:
         """Call a function of the client; its errors name the server without credentials."""
         try:
             return function()
+        except self._full as error:
+            raise _FullError(f"the Redis server {self._address} has no memory") from error
         except self._error as error:  # its text may have the server's answer, never the password
             raise StoreError(f"the Redis server {self._address} has failed: {type(error).__name__}: {error}") from None
