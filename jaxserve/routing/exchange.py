@@ -290,7 +290,7 @@ def _for_producer(body: bytes) -> bytes | None:
     """Return a body with which a producer computes the prompt; None if its pages cannot be transferred."""
     try:
         fields = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # the server that gets the body refuses it
         return None
     if not isinstance(fields, dict) or KV_TRANSFER in fields:
         return None

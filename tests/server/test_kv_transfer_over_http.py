@@ -11,6 +11,7 @@ import pytest
 from jaxserve import __version__
 from jaxserve.api.config import EngineConfig
 from jaxserve.assembly.engine import Engine
+from jaxserve.routing.exchange import _for_producer
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import tokens
 from tests.routing.conftest import Replica, routed
@@ -140,3 +141,10 @@ def test_a_router_sends_long_prompts_to_a_producer_first(pair: Pair) -> None:
             check(f"cut {number}", 0)
         assert ids(router.client.post("/v1/completions", json={"prompt": [1, 2], **GREEDY}).json())
         assert not producer.bodies, "short prompts are computed by consumers alone"
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"prompt": ' + b"[" * 100_000, b"\xff", b"[]", b'{"prompt": ["a"]}']
+)
+def test_bodies_that_no_producer_can_compute_are_passed_on(body: bytes) -> None:
+    assert _for_producer(body) is None
