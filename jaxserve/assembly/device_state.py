@@ -1,4 +1,4 @@
-"""Devices: runners of all replicas, with their weights and memory."""
+"""Devices: all replicas' runners, with their weights and memory."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class NewWeights(NamedTuple):
     """Weights that can replace those in use.
 
     Attributes:
-        make: creates the weights of the first replica's stages, in the layout of its programs.
+        make: creates weights for the first replica's stages, in its programs' layout.
         content: their content; None if no tier needs it.
     """
 
@@ -28,16 +28,16 @@ class NewWeights(NamedTuple):
 
 
 class Devices:
-    """Runners of all replicas of an engine, which share their weights and sleep together.
+    """All replicas' runners in an engine, which share their weights and sleep together.
 
     Args:
         config: model and options.
-        arch: sizes of the model.
-        replicas: runners of each replica's pipeline stages; empty if the engine has another kind of executor.
+        arch: the model's sizes.
+        replicas: runners for each replica's pipeline stages; empty if the engine has another kind of executor.
         content: their weights' content; None if no tier needs it.
 
     Attributes:
-        replicas: runners of each replica's pipeline stages.
+        replicas: runners for each replica's pipeline stages.
         memory: state of their memory.
         content: digest of the weights in use; empty if no tier needs it.
     """
@@ -57,7 +57,7 @@ class Devices:
 
     @property
     def params(self) -> Params:
-        """Weights in use in the first stage of the first replica, in the layout of its programs."""
+        """Weights in use in the first replica's first stage, in its programs' layout."""
         self.memory.check_open()
         return self._runners[0].params
 

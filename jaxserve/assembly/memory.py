@@ -52,7 +52,7 @@ DEFAULT_ENCODER_ROWS = 8192  # embeddings of images in the encoder cache
 CPU_POOL_FRACTION = 1 / 16
 # memory fraction that XLA claimed on each device when an engine started jax, by platform
 _claimed: dict[str, float] = {}
-_claimed_pinned: dict[str, int] = {}  # limit of pinned host memory in GiB, likewise
+_claimed_pinned: dict[str, int] = {}  # limit on pinned host memory in GiB, likewise
 
 
 @runtime_checkable
@@ -66,7 +66,7 @@ class Memory(Protocol):
 def claim_memory(config: EngineConfig) -> None:
     """Start jax's backend, unless it runs, and have XLA claim `gpu_memory_utilization` of each GPU.
 
-    XLA also gets a limit of pinned host memory that leaves its default beside the pages of `kv_offloading_size`.
+    XLA also gets a limit on pinned host memory that leaves its default beside the pages of `kv_offloading_size`.
     """
     pages_gib = float(config.kv_offloading_size or 0) * config.data_parallel_size
     if not xla_bridge.backends_are_initialized():
@@ -122,7 +122,7 @@ def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, 
 
 
 def choose_page_size(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:
-    """Return the tokens per page in a device's pool, for the layout of `backend` and the shard `arch`."""
+    """Return the tokens per page in a device's pool, for `backend`'s layout and the shard `arch`."""
     if config.page_size is not None:
         return config.page_size
     return arch.kv_layout.pool.default_page_size(backend, kv_dtype)
@@ -276,7 +276,7 @@ def _encoder_bytes(arch: ArchConfig) -> int:
 
 
 def _begun_image_bytes(arch: ArchConfig) -> int:
-    """Return a bound on the hidden states that an image has between two parts of its encoding; 0 without images."""
+    """Return a bound on an image's hidden states between two encoded parts; 0 without images."""
     if arch.images is None:
         return 0
     tower = arch.images.tower

@@ -26,7 +26,7 @@ _NO_ROW = np.iinfo(np.int32).max  # out of range, dropped
 
 
 def make_encode(arch: VisionArch) -> Encode:
-    """Return the program (params, cache, inputs, rows) -> cache that encodes images into rows of the encoder cache.
+    """Return the program (params, cache, inputs, rows) -> cache that encodes images into the encoder cache's rows.
 
     To be jitted with the cache donated. Rows out of range are padding.
     """
@@ -58,7 +58,7 @@ class TowerPrograms(NamedTuple):
 
 
 def make_parts(arch: VisionArch, *, is_stacked: bool = False) -> TowerPrograms:
-    """Return the programs that encode images in parts, with as many calls of `layer` as the tower has layers."""
+    """Return the programs that encode images in parts, with one call to `layer` per layer in the tower."""
 
     def layer(p: Any, state: TowerState, numbers: Int[Array, " 3"]) -> TowerState:
         own = jax.tree.map(lambda stack: stack[numbers[0]], p) if is_stacked else p
@@ -80,13 +80,13 @@ def make_parts(arch: VisionArch, *, is_stacked: bool = False) -> TowerPrograms:
 
 
 class TowerLayer(NamedTuple):
-    """Parameters of one encoder layer.
+    """One encoder layer's parameters.
 
     Attributes:
         params: its parameters, or stacks of several layers'.
         row: its index in the stacks; 0 without.
         is_stacked: True if it is in stacks.
-        kind: number of its program: layers with equal shapes have one.
+        kind: its program's number: layers with equal shapes have one.
     """
 
     params: Params

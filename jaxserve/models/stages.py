@@ -12,12 +12,12 @@ from jaxserve.models.arch import ArchConfig
 
 
 def divide(arch: ArchConfig, num_stages: int, costs: Sequence[float] | None = None) -> list[ArchConfig]:
-    """Return the stages of a model, with costs as equal as possible.
+    """Return a model's stages, with costs as equal as possible.
 
     The first stage has the embeddings, the last one the final norm and the head.
 
     Args:
-        arch: sizes of the whole model.
+        arch: the whole model's sizes.
         num_stages: number of stages.
         costs: cost of each layer, followed by the head's; by default, multiply-adds per token.
 

@@ -1,7 +1,7 @@
-"""EvenChunks: limits the prompt tokens of each step so that pipeline stages take equally long for all steps.
+"""EvenChunks: limits the prompt tokens in each step so that pipeline stages take equally long for all steps.
 
 The last stage idles until a prompt's first chunk has passed all others, and the first stage while its last chunk passes
-them. S stages thus lose the time that S - 1 chunks take, and of different chunks the longest: many chunks of equal time
+them. S stages thus lose the time that S - 1 chunks take, and the longest if chunks differ: many chunks of equal time
 lose less than few of equal length, as later chunks attend to more tokens. Times are not measured, but counted from
 FLOPs in multiples of the time that a token takes without attention.
 """
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxserve.scheduling.schedule_config import ScheduleConfig
 
-CHUNKS_PER_STAGE = 16  # chunks of the prompts that wait, for each stage but one, so that these idle a 16th of the time
+CHUNKS_PER_STAGE = 16  # chunks from waiting prompts, for each stage but one, so that these idle a 16th of the time
 
 
 class EvenChunks:
     """Chunk sizes for a pipeline.
 
     Args:
-        sizes: sizes of steps; with one stage, chunks are not limited.
+        sizes: step sizes; with one stage, chunks are not limited.
         smallest: minimum time of a chunk in tokens, as shorter ones are hardly faster; it also has half as many tokens.
     """
 
@@ -31,7 +31,7 @@ class EvenChunks:
         self._score_costs, self._buckets = sizes.score_costs, sizes.buckets()
 
     def max_tokens(self, start: int, num_left: int, num_others: int) -> int:
-        """Return the maximum prompt tokens of a step.
+        """Return the maximum prompt tokens in a step.
 
         The step then fills a program without padding, if one has about this size.
 

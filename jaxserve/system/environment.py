@@ -11,10 +11,10 @@ from pathlib import Path
 from jaxserve.errors import ConfigError
 
 RUN_KEY = "JAXSERVE_RUN_KEY"
-DEFAULT_GPU_MEMORY_FRACTION = 0.75  # default of XLA's client
+DEFAULT_GPU_MEMORY_FRACTION = 0.75  # XLA's default
 _MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PINNED_GIB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-DEFAULT_PINNED_GIB = 64  # default of XLA's allocator of pinned host memory
+DEFAULT_PINNED_GIB = 64  # XLA's default for pinned host memory
 
 
 def user_cache_dir() -> Path:
@@ -76,7 +76,7 @@ def claiming_gpu_memory(fraction: float) -> Iterator[float]:
 
 
 def pinned_memory_gib() -> int | None:
-    """Return the limit of pinned host memory on GPUs that the environment sets; None if it sets none."""
+    """Return the limit on pinned host memory for GPUs that the environment sets; None if it sets none."""
     value = os.environ.get(_PINNED_GIB)
     if not value:
         return None
@@ -87,7 +87,7 @@ def pinned_memory_gib() -> int | None:
 
 @contextlib.contextmanager
 def allowing_pinned_memory(extra_gib: float) -> Iterator[None]:
-    """Raise XLA's limit of pinned host memory on GPUs by `extra_gib`, unless the environment sets it.
+    """Raise XLA's limit on pinned host memory for GPUs by `extra_gib`, unless the environment sets it.
 
     Enter this around the start of jax's backend, which reads the setting. Child processes do not inherit it.
     """

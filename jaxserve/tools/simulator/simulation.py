@@ -1,4 +1,4 @@
-"""Simulation: replicas behind the engine's balancer, driven by a trace in virtual time.
+"""Simulation: the engine's balancer and replicas, driven by a trace in virtual time.
 
 Time passes from one event to the next: a request arrives, or a replica's dispatch ends. Host work takes no time. The
 result is a function of the trace and the sizes only.
@@ -30,7 +30,7 @@ _PARAMS = SamplingParams(max_tokens=None, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Limits:
-    """Admission limits, which mean what a server's options mean.
+    """Admission limits, as in a server's options of the same names.
 
     Attributes:
         max_queued_requests: waiting requests at which new ones are refused.
@@ -90,7 +90,7 @@ class Simulation:
         self._schedule, self._limits, self._shares_prefixes = schedule, limits, shares_prefixes
         self._balancer = Balancer(self.replicas, {})
         self._progress: dict[str, _Progress] = {}
-        self._ends: list[tuple[float, int]] = []  # heap of dispatch ends; those of dispatches cut since are outdated
+        self._ends: list[tuple[float, int]] = []  # heap of dispatch ends; a cut dispatch leaves an outdated end
         self._arrival = 0
 
     def run(self, trace: Iterable[TracedRequest], on_progress: Callable[[Simulation], None] | None = None) -> Totals:
@@ -189,7 +189,7 @@ class Simulation:
         )
 
     def _continue(self, ended: int | None = None) -> None:
-        """Route queued requests, and plan on the replica whose dispatch has ended and on those that got requests.
+        """Route queued requests, and plan on the replica whose dispatch has ended and on replicas that got requests.
 
         Args:
             ended: index of the replica whose dispatch has ended; None after an arrival.
