@@ -59,7 +59,7 @@ class PageMover:
             0,
             threading.Lock(),
         )  # weights used so far; held to pass pages on, and for new
-        self._loading: dict[int, Move] = {}  # by key
+        self._loading: dict[int, Move] = {}  # key -> move
         self._read: deque[tuple[Move, Page | None]] = deque()  # loads whose page was read; None if it is lost
         self._copied: deque[tuple[Move, bool]] = deque()  # copies between media that have ended, and their success
         self._ended: list[EndedMoves] = []

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MIN_LIVING_BYTES = 2**30  # for prepared images of unfinished requests, in addition to the cache
-PROMPT_S = 60.0  # for loading and decoding all files of a prompt
+PROMPT_S = 60.0  # limits the loading and decoding of all files of a prompt
 _MAX_PROCESSORS = 16  # kept for different mm_processor_kwargs
 
 

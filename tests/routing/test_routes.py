@@ -74,7 +74,7 @@ def test_another_replica_takes_what_one_refuses() -> None:
     with routed(replicas) as router:
         post(router)
         first = next(replica for replica in replicas if replica.bodies)
-        first.status = 503  # before the next poll finds out
+        first.status = 503  # precedes the next poll, which finds out
         assert [post(router).status_code for _ in range(4)] == [200] * 4
         replicas[0].status = replicas[1].status = 503
         reply = post(router)
