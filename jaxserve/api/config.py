@@ -33,6 +33,7 @@ from jaxserve.api.sparsity_config import EvictionConfig, SparseAttentionConfig, 
 from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.errors import ConfigError
 from jaxserve.system.environment import user_cache_dir
+from jaxserve.system.meter import METERS
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Module of each weight format, by its name in `quantization`; not imported, as host modules never import jax.
@@ -221,6 +222,10 @@ class EngineConfig:
         event_log: file that records the scheduler's inputs, including prompts: at most 1 GiB of JSON lines, with one
             more file per further replica. `python -m jaxserve.core.event_log FILE` replays the plans. None records
             nothing.
+        energy_meter: meter whose energy is distributed over requests: "rapl" for processors (by default, only root may
+            read it), "nvml" for GPUs (extra: energy), or "auto" for the devices' meter if it can be read. Metrics and
+            headers then have joules per request. None measures nothing.
+        carbon_intensity: grams of CO2 per kWh of the machine's electricity; adds grams to joules. None if unknown.
 
     Raises:
         ConfigError: a value is out of range, or two values contradict each other.
@@ -295,6 +300,8 @@ class EngineConfig:
     engine_process: bool = False
     kv_events_config: str | Mapping[str, Any] | KVEventsConfig | None = None
     event_log: str | None = None
+    energy_meter: str | None = None
+    carbon_intensity: float | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EngineConfig:
         """Raise ConfigError for unknown names, as for invalid values."""
@@ -477,5 +484,7 @@ _SCHEMA = Schema(
             _from_text,
         ),
         "compile_ahead": one_of(("all", "background", "minimal")),
+        "energy_meter": one_of((None, *METERS)),
+        "carbon_intensity": number(0).optional(),
     },
 )

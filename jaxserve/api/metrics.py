@@ -120,6 +120,34 @@ class LayerCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class Energy:
+    """Joules by use, as distributed from a meter's readings; None without a meter.
+
+    Attributes:
+        requests_j: energy of steps, the sum over requests.
+        idle_j: energy of the time between steps.
+    """
+
+    requests_j: float | None = None
+    idle_j: float | None = None
+
+    def __sub__(self, other: "Energy") -> "Energy":
+        if self.requests_j is None or self.idle_j is None:
+            return self
+        return Energy(self.requests_j - (other.requests_j or 0.0), self.idle_j - (other.idle_j or 0.0))
+
+    @property
+    def total_j(self) -> float | None:
+        """Energy of the meter's readings."""
+        return None if self.requests_j is None or self.idle_j is None else self.requests_j + self.idle_j
+
+
+def co2_g(joules: float | None, carbon_intensity: float | None) -> float | None:
+    """Return the grams of CO2 for an energy, given grams per kWh; None if either is unknown."""
+    return None if joules is None or carbon_intensity is None else joules / 3.6e6 * carbon_intensity
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """Statistics for one dispatch with one or more steps; bytes and FLOPs are per device."""
 
@@ -200,6 +228,7 @@ class EngineStats:
     # tokens computed for their first ones, as vLLM counts; and the sum of these tokens.
     iterations_by_tokens: Counts = Counts()
     num_iteration_tokens: int = 0
+    energy: Energy = Energy()
 
     def add(self, step: StepStats) -> None:
         """Add one dispatch's statistics to the totals."""

@@ -48,6 +48,8 @@ class RequestMetrics:
         num_drafted_tokens: drafted tokens.
         num_accepted_tokens: drafted tokens that were accepted.
         num_accepted_per_position: accepted tokens by draft position.
+        energy_j: joules of its steps, until its latest token; None without a meter.
+        co2_g: grams of CO2 for this energy; None without a meter or a known carbon intensity.
     """
 
     arrival_s: float = 0.0
@@ -63,6 +65,8 @@ class RequestMetrics:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
+    energy_j: float | None = None
+    co2_g: float | None = None
 
     @property
     def num_cached_tokens(self) -> int:

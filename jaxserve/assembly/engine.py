@@ -98,7 +98,9 @@ class Engine:
         )
         quota = SessionQuota(config.max_saved_sessions, int(config.saved_sessions_size * 2**30))
         self.sessions = Sessions.at(config.kv_offloading_path, quota, has_prefix_cache=config.enable_prefix_caching)
-        self.frontend = Frontend(host.send, host.outbox, self.stats, self.arch.pooler, self.sessions.note)
+        self.frontend = Frontend(
+            host.send, host.outbox, self.stats, self.arch.pooler, self.sessions.note, config.carbon_intensity
+        )
 
     # Requests
 

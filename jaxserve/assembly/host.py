@@ -26,6 +26,7 @@ from jaxserve.assembly.peer_adapters import FollowerAdapters, drop_everywhere, l
 from jaxserve.assembly.weights_content import WeightsContent
 from jaxserve.core.core import EngineCore
 from jaxserve.core.core_thread import POLL_S, CoreThread
+from jaxserve.core.energy import EnergyAccount
 from jaxserve.core.event_log import EventLog, event_to_json
 from jaxserve.core.events import Record, ReplicaEvent, WeightsRead
 from jaxserve.core.kv_publisher import KVPublisher
@@ -39,6 +40,7 @@ from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.pipeline import Pipeline
 from jaxserve.execution.roofline import Device, describe_device
 from jaxserve.execution.runner import Runner
+from jaxserve.system.meter import find_meter
 
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
@@ -107,8 +109,10 @@ class CoreHost:
         movers = build_movers(config, executors, self.stats, lambda: devices.content)
         self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, movers)
         records = [_recorder(self.peers, self._logs[i : i + 1]) for i in range(len(executors))]
+        meter = find_meter(config.energy_meter, describe_device().platform)
+        energy = None if meter is None else EnergyAccount(meter, self.stats, time.monotonic())
         replicas = [
-            Replica(config, arch, executor, self.stats, record, new_chooser, mover, publisher)
+            Replica(config, arch, executor, self.stats, record, new_chooser, mover, publisher, energy)
             for executor, record, mover, publisher in zip(
                 executors,
                 records,

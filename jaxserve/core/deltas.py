@@ -50,6 +50,7 @@ class StepDelta:
         ended: samples ended by these tokens, by row.
         prompt_chunks: rows with requested prompt log probabilities.
         result: device results.
+        energy_j: energy of each row's request so far; empty without a meter.
     """
 
     keys: Sequence[int]
@@ -57,10 +58,17 @@ class StepDelta:
     ended: Mapping[int, Ended]
     prompt_chunks: Sequence[PromptChunk]
     result: StepResult
+    energy_j: Sequence[float] = ()
 
     @classmethod
     def from_plan(
-        cls, plan: StepPlan, token_ids: Sequence[list[int]], ended: Collection[Request], result: StepResult
+        cls,
+        plan: StepPlan,
+        token_ids: Sequence[list[int]],
+        ended: Collection[Request],
+        result: StepResult,
+        *,
+        is_metered: bool = False,
     ) -> StepDelta:
         """Return the new tokens and ends after a plan's step.
 
@@ -69,6 +77,7 @@ class StepDelta:
             token_ids: new tokens per row, up to one that ended it.
             ended: requests ended by these tokens.
             result: device results.
+            is_metered: True if requests have their energy.
         """
         by_row: dict[int, Ended] = {}
         if ended:
@@ -77,7 +86,8 @@ class StepDelta:
                 if (reason := reasons.get(request)) is not None:
                     by_row[row] = Ended(request.key, reason, request.num_preemptions)
         chunks = [] if result.prompt_logprobs is None else _prompt_chunks(plan)
-        return cls([request.key for request in plan.requests], token_ids, by_row, chunks, result)
+        energy_j = [request.energy_j for request in plan.requests] if is_metered else ()
+        return cls([request.key for request in plan.requests], token_ids, by_row, chunks, result, energy_j)
 
 
 def _prompt_chunks(plan: StepPlan) -> list[PromptChunk]:

@@ -40,6 +40,7 @@ class Frontend:
         stats: totals, updated with output tokens and finished requests.
         pooler: pooler of a pooling model; None if it generates.
         on_end: called with each request that has ended.
+        carbon_intensity: grams of CO2 per kWh; None if unknown.
     """
 
     def __init__(
@@ -49,9 +50,10 @@ class Frontend:
         stats: EngineStats,
         pooler: Pooler | None,
         on_end: Callable[[RequestGroup], None] = lambda _: None,
+        carbon_intensity: float | None = None,
     ) -> None:
         self._send, self._outbox, self._stats, self._pooler = send, outbox, stats, pooler
-        self._on_end = on_end
+        self._on_end, self._carbon_intensity = on_end, carbon_intensity
         self._groups: dict[str, RequestGroup] = {}
         # Unfinished samples by key: a step in flight may still hold an earlier request with the same id.
         self._samples: dict[int, tuple[RequestGroup, int]] = {}
@@ -196,6 +198,8 @@ class Frontend:
             group, index = sample
             reason = ended[row].reason if row in ended else None
             changed[group.request_id] = group
+            if step.energy_j:
+                group.consumed(index, step.energy_j[row], self._carbon_intensity)
             if self._pooler is not None and group.pooling is not None and result.pooled is not None:
                 group.pool(index, self._pooler.finish(result.pooled[row], group.pooling), at_s)
                 self._finish(group, index, FinishReason.STOP, at_s)

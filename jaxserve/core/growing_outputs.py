@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxserve.api.cached_tokens import CachedTokens
+from jaxserve.api.metrics import co2_g
 from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
@@ -140,6 +141,11 @@ class RequestGroup:
     def preempted(self, index: int, count: int) -> None:
         """Set the preemption count in sample `index`'s metrics."""
         self._completions[index].output.metrics.num_preemptions = count
+
+    def consumed(self, index: int, energy_j: float, carbon_intensity: float | None) -> None:
+        """Set the energy of sample `index` so far, and the grams of CO2 that it implies."""
+        metrics = self._completions[index].output.metrics
+        metrics.energy_j, metrics.co2_g = energy_j, co2_g(energy_j, carbon_intensity)
 
     def append(
         self,

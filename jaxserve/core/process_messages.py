@@ -228,7 +228,7 @@ class PackedStep(NamedTuple):
         token_ids: int32 ids of all rows.
         counts: int32 number of ids per row; empty if each row has one.
         num_rows: number of rows in the device results.
-        others: `ended` and `prompt_chunks` of the StepDelta.
+        others: `ended` and `prompt_chunks` of the StepDelta, and its `energy_j` last.
         results: values of _RESULT_FIELDS in the StepResult.
     """
 
@@ -236,7 +236,7 @@ class PackedStep(NamedTuple):
     token_ids: bytes
     counts: bytes
     num_rows: int
-    others: tuple[Any, Any]
+    others: tuple[Any, Any, Any]
     results: tuple[Any, ...]
 
     @classmethod
@@ -247,7 +247,7 @@ class PackedStep(NamedTuple):
             np.fromiter(chain.from_iterable(step.token_ids), np.int32).tobytes(),
             b"" if counts.count(1) == len(counts) else np.array(counts, np.int32).tobytes(),
             len(result.token_ids),
-            (step.ended, step.prompt_chunks),
+            (step.ended, step.prompt_chunks, step.energy_j),
             tuple([getattr(result, name) for name in _RESULT_FIELDS]),
         )
 
@@ -262,7 +262,8 @@ class PackedStep(NamedTuple):
             rows = [[token_id] for token_id in token_ids]
         empty = np.zeros((self.num_rows, 0), np.int32)
         result = StepResult(empty, empty, **dict(zip(_RESULT_FIELDS, self.results, strict=True)))
-        return StepDelta(keys, rows, *self.others, result)
+        ended, chunks, energy_j = self.others
+        return StepDelta(keys, rows, ended, chunks, result, energy_j)
 
 
 def pack_delta(delta: Delta | BaseException) -> tuple[Any, ...] | BaseException:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
     from jaxserve.api.metrics import EngineStats
     from jaxserve.api.token_ids import TokenIds
+    from jaxserve.core.energy import EnergyAccount
     from jaxserve.images.prepared import ImageSpan
     from jaxserve.models.arch import ArchConfig
     from jaxserve.scheduling.kv_cache.transfers import PageMover
@@ -80,6 +81,7 @@ class Replica:
         new_chooser: class of the step chooser.
         mover: copies pages between tiers; None without lower ones.
         publisher: publishes changes of the prefix cache; None to publish none.
+        energy: distributes energy over requests; None without a meter.
 
     Attributes:
         executor: device that runs plans.
@@ -100,13 +102,14 @@ class Replica:
         new_chooser: type[StepChooser] = StepChooser,
         mover: PageMover | None = None,
         publisher: KVPublisher | None = None,
+        energy: EnergyAccount | None = None,
     ) -> None:
         self.executor, self.mover = executor, mover
         self.publisher = publisher
         events = None if publisher is None else PageEvents(executor.schedule.page_size)
         self._tiers = [] if mover is None else mover.new_tiers()
         self.scheduler = Scheduler(executor.schedule, tiers=self._tiers, events=events)
-        self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
+        self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats, energy)
         self.chooser = new_chooser(config, self.scheduler, executor, self.step_stats.step_time)
         self.in_flight: deque[InFlight] = deque()
         self._stats = stats

@@ -15,6 +15,7 @@ from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.scheduling.step_time import StepTime
 
 if TYPE_CHECKING:
+    from jaxserve.core.energy import EnergyAccount
     from jaxserve.models.arch import ArchConfig
 
 
@@ -53,6 +54,7 @@ class StepStatsWriter:
         arch: sizes of the model shard on one device.
         executor: executor that ran the steps.
         stats: totals since start, updated by others too.
+        energy: distributes energy over requests; None without a meter.
 
     Attributes:
         stats: totals since start.
@@ -61,13 +63,15 @@ class StepStatsWriter:
         step_time: measured step times.
     """
 
-    def __init__(self, arch: ArchConfig, executor: Executor, stats: EngineStats) -> None:
+    def __init__(
+        self, arch: ArchConfig, executor: Executor, stats: EngineStats, energy: EnergyAccount | None = None
+    ) -> None:
         self.stats = stats
         self.last_step: StepStats | None = None
         self.last_end_s = 0.0
         flops = executor.costs.flops
         self.step_time = StepTime(row_factor=flops(1, 1, 0) / flops(1, 0, 0))
-        self._arch, self._executor = arch, executor
+        self._arch, self._executor, self._energy = arch, executor, energy
         self._device_free_s = 0.0
         self._unwritten: list[_Ended] = []
 
@@ -91,7 +95,14 @@ class StepStatsWriter:
         free_s, self._device_free_s = self._device_free_s, max(now_s, self._device_free_s)
         device_s = max(now_s - max(step.handle.launched_s, free_s), 0.0)
         wall_s = max(now_s - max(step.planned_s, free_s), 0.0)
+        if self._energy is not None:
+            self._energy.step_ended(step.plan, num_sampled, self.step_time.rates(), wall_s, now_s)
         self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s, rounds, expert_tokens))
+
+    @property
+    def is_metered(self) -> bool:
+        """True if requests get their energy."""
+        return self._energy is not None
 
     def write(self, num_waiting: int) -> list[StepStats]:
         """Compute the statistics of all steps ended since the last call, add them to the totals, and return them.

@@ -118,7 +118,7 @@ class Request:
     arrival_s: Given[float] = 0.0  # arrival time, if classes have targets
     priority: Given[int] = 0  # class: lower numbers go first
     tenant: Given[str] = ""  # tenants get equal parts of a class's service, and of the cache
-    image_rows: dict[int, NDArray[np.int32]] = field(default_factory=dict)  # image in use -> its embeddings' rows
+    image_rows: dict[int, NDArray[np.int32]] = field(default_factory=dict)  # by image in use: its embeddings' rows
     num_shared_tokens: int = 0  # prompt tokens that the router expects to be cached when the request starts
 
     # Steps read these for every row, so they are adjacent in memory.
@@ -134,6 +134,7 @@ class Request:
     num_tokens_when_preempted: int = 0  # includes tokens that were then on the device
     cached_tokens: CachedTokens = NO_CACHED_TOKENS  # prompt tokens found in the prefix cache at first admission
     num_preemptions: Moved[int] = 0
+    energy_j: float = 0.0  # energy distributed to it so far, if there is a meter
     first_due_s: Moved[float] = 0.0  # due or actual time of its first token, the later one; 0 before
     pages: list[int] = field(default_factory=list)  # page ids of all KV groups, by block; append-only while running
     num_released_blocks: int = 0  # leading blocks whose pages in sliding groups were released

@@ -237,6 +237,7 @@ class Generation:
         if transfer is not None and transfer.sends and isinstance(reply, Reply):
             reply.kv_transfer_params = await call.in_workers(partial(self._save_prompt, transfer, stream.groups))
         outputs = [group.output for group in stream.groups]
+        headers = [*headers, *_energy_headers(outputs)]
         if sum(num_values(each, has_echo=has_echo) for each in outputs) <= MAX_VALUES:
             await call.send_json(reply.body(outputs), headers=headers)
         else:
@@ -341,3 +342,17 @@ def _needs_time(body: Json) -> bool:
     is_many = isinstance(prompts, list) and len(prompts) > MAX_SHORT and not isinstance(prompts[0], int)
     many_samples = isinstance(num_samples, int) and num_samples > MAX_SHORT
     return bool(body.keys() & _COSTLY) or is_many or many_samples or has_images(body)
+
+
+def _energy_headers(outputs: Sequence[RequestOutput]) -> http.Headers:
+    """Return headers with a reply's energy and its grams of CO2; none without a meter or a carbon intensity."""
+    metrics = [completion.metrics for output in outputs for completion in output.outputs]
+    headers = []
+    for name, values in (
+        (b"x-energy-joules", [each.energy_j for each in metrics]),
+        (b"x-co2-grams", [each.co2_g for each in metrics]),
+    ):
+        known = [value for value in values if value is not None]
+        if known and len(known) == len(values):
+            headers.append((name, f"{sum(known):.6g}".encode()))
+    return headers

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxserve.api.metrics import ITERATION_TOKENS, Counter, Gauge, Vector, vllm_metrics
+from jaxserve.api.metrics import ITERATION_TOKENS, Counter, Gauge, Vector, co2_g, vllm_metrics
 
 if TYPE_CHECKING:
     from jaxserve.assembly.engine import Engine
@@ -216,6 +216,12 @@ class Observer(Collector):
         }
         yield counter("jaxserve:kv_offloading_pages", moved, "outcome")
         images = self._engine.reader.images
+        if (energy := stats.energy).requests_j is not None and energy.idle_j is not None:
+            joules = {"requests": energy.requests_j, "idle": energy.idle_j}
+            yield counter("jaxserve:energy_joules", joules, "use")
+            if (intensity := self._engine.config.carbon_intensity) is not None:
+                grams = {use: co2_g(value, intensity) or 0.0 for use, value in joules.items()}
+                yield counter("jaxserve:co2_grams", grams, "use")
         queries, hits = (0, 0) if images is None else (images.cache.num_queries, images.cache.num_hits)
         yield counter("vllm:mm_cache_queries", {"": queries})
         yield counter("vllm:mm_cache_hits", {"": hits})

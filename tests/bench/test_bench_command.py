@@ -34,7 +34,15 @@ RUN_KEYS = {
     *("requests_per_s", "output_tok_per_s", "total_tok_per_s", "cached_prompt_share", "num_steps"),
     "wall_ms_per_step",
     *("host_ms_per_step", "padding_share", "page_slack_share", "page_occupancy", "batch_rows", "queue_depth"),
-    *("num_preemptions", "num_wasted_tokens", "num_compiles", "time_split_ms", "efficiency", "roofline_share"),
+    *(
+        "num_preemptions",
+        "num_wasted_tokens",
+        "num_compiles",
+        "time_split_ms",
+        "efficiency",
+        "roofline_share",
+        "energy",
+    ),
     *("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "goodput", "cost", "timeline", "requests"),
 }
 

@@ -138,7 +138,9 @@ def run_job(engine: "DrivenEngine", job: BenchJob) -> Json:
     prompts, draws = token_ids(job.workload, engine.arch.vocab_size), itertools.count()
     wait_until_warm(engine, sys.stderr)  # first, since compilation would lower the measured peak rates
     run_load(engine, [TimedRequest(with_pictures(job.workload, prompts, token_id, next(draws))[0], output_len=1)])
-    sizes = EngineSizes(engine.schedule.page_size, engine.schedule.num_pages, engine.peak_rates())
+    sizes = EngineSizes(
+        engine.schedule.page_size, engine.schedule.num_pages, engine.peak_rates(), engine.config.carbon_intensity
+    )
 
     def run(rate: float | None) -> LoadTrace:
         engine.reset_prefix_cache()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.api.metrics import PeakRates
+from jaxserve.api.metrics import EngineStats, PeakRates, co2_g
 from jaxserve.tools.bench.load import EngineTrace, LoadTrace, RequestTrace
 
 PERCENTILES = (50, 90, 99)
@@ -33,11 +33,14 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """Sizes and peak rates of an engine, by which its page occupancy and efficiency are counted."""
+    """Sizes and peak rates of an engine, by which its page occupancy and efficiency are counted, and the grams of CO2
+    per kWh of its electricity.
+    """
 
     page_size: int
     num_pages: int
     peak_rates: PeakRates
+    carbon_intensity: float | None = None
 
 
 NO_SLO = Slo()
@@ -126,6 +129,20 @@ def _steps(trace: EngineTrace, sizes: EngineSizes) -> Json:
         "time_split_ms": asdict(split),
         "efficiency": split.efficiency,
         "roofline_share": split.roofline_share,
+        "energy": _energy(stats, sizes.carbon_intensity),
+    }
+
+
+def _energy(stats: EngineStats, carbon_intensity: float | None) -> Json | None:
+    """Return the joules of a run, idle time included, and its grams of CO2; None without a meter."""
+    total_j = stats.energy.total_j
+    if total_j is None:
+        return None
+    return {
+        "joules": total_j,
+        "idle_joules": stats.energy.idle_j,
+        "joules_per_output_token": total_j / max(1, stats.num_output_tokens),
+        "co2_g": co2_g(total_j, carbon_intensity),
     }
 
 

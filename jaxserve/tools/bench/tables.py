@@ -79,7 +79,16 @@ def _engine_figures(run: Json, report: Json) -> list[Row]:
         ("pages", f"{used:.1%} of {num_pages} in use at most, {run['page_slack_share']:.1%} slack"),
         ("preemptions", str(run["num_preemptions"])),
         ("compiles", str(run["num_compiles"])),
+        *_energy(run),
     ]
+
+
+def _energy(run: Json) -> list[Row]:
+    """Return a table row for the energy, if there is a meter."""
+    if (energy := run["energy"]) is None:
+        return []
+    text = f"{energy['joules']:.4g} J, {energy['joules_per_output_token']:.3g} J per output token"
+    return [("energy", text if energy["co2_g"] is None else f"{text}, {energy['co2_g']:.3g} g CO2")]
 
 
 def _goodput_and_cost(run: Json) -> list[Row]:
