@@ -13,14 +13,13 @@ import jax
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.scheduling.step_time import Rates
 from jaxserve.tools.planner.sizes import Sizes
 from jaxserve.tools.planner.sweep import read_prices
 from jaxserve.tools.planner.targets import parse_target
 from jaxserve.tools.simulator.policy import load_policy
 from jaxserve.tools.simulator.roofline_times import RooflineTimes
 from jaxserve.tools.simulator.simulation import Limits, Simulation
-from jaxserve.tools.simulator.step_times import FittedTimes, StepTimes
+from jaxserve.tools.simulator.step_times import StepTimes, read_step_rates
 from jaxserve.tools.simulator.summary import render
 from jaxserve.tools.simulator.traces import TracedRequest, read_trace
 
@@ -74,12 +73,7 @@ def _requests(args: argparse.Namespace) -> Iterator[TracedRequest]:
 def _step_times(args: argparse.Namespace, sizes: Sizes) -> StepTimes:
     """Return the step times, from measured rates or from the roofline."""
     if args.step_rates is not None:
-        try:
-            with open(args.step_rates, encoding="utf-8") as file:
-                return FittedTimes(Rates(**json.load(file)))
-        except (OSError, ValueError, TypeError) as error:
-            fields = ", ".join(Rates._fields[:4])
-            raise ConfigError(f"{args.step_rates} must be a JSON object with {fields} in seconds: {error}") from error
+        return read_step_rates(args.step_rates)
     if sizes.target.sheet is None:
         raise ConfigError("a CPU has no data sheet; give measured step times by --step-rates, or chips by --target")
     return RooflineTimes(sizes.roofline(), args.efficiency)

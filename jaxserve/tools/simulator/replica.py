@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -33,6 +33,26 @@ class Chooser(Protocol):
 
     def choose(self, scheduler: Scheduler, now_s: float) -> StepChoice:
         """Return the limits of the next plan of a scheduler at a time in seconds."""
+
+
+@runtime_checkable
+class Balancing(Protocol):
+    """Policy that gives requests to replicas; the engine's is `Balancer`."""
+
+    num_queued_tokens: int  # uncomputed tokens of requests without a replica
+
+    @property
+    def num_queued(self) -> int:
+        """Number of requests without a replica."""
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Take new requests, for now or for later."""
+
+    def dispatch(self) -> None:
+        """Give requests to replicas after an arrival or the end of a step."""
+
+    def finish(self, request: Request) -> None:
+        """Forget a request that has ended."""
 
 
 class UntilFirstEnd:
@@ -68,11 +88,14 @@ class SimulatedReplica:
         chooser: chooses the limits of each plan.
         max_in_flight: maximum plans in flight: 2 if the engine plans one step ahead, else 1.
         record: called with every event, for a log.
+        index: its number.
+        touched: numbers of the replicas that got requests; a dict that all replicas share, for their order.
 
     Attributes:
         scheduler: the engine's scheduler.
         in_flight: dispatches that have not ended, oldest first.
         is_touched: True if a request was added since the last call of `plan`.
+        index: its number.
         busy_s: time in which the device had a step.
     """
 
@@ -83,7 +106,10 @@ class SimulatedReplica:
         chooser: Chooser,
         max_in_flight: int,
         record: Record | None = None,
+        index: int = 0,
+        touched: dict[int, None] | None = None,
     ) -> None:
+        self.index, self._touched = index, {} if touched is None else touched
         self.scheduler = Scheduler(schedule)
         self.in_flight: deque[Dispatch] = deque()
         self.is_touched = False
@@ -107,6 +133,7 @@ class SimulatedReplica:
         """Queue a request."""
         self.scheduler.add(request)
         self.is_touched = True
+        self._touched[self.index] = None
         if self._record is not None:
             self._record(Added(request))
 

@@ -16,7 +16,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import RequestError
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.request import Request
-from jaxserve.tools.simulator.replica import Chooser, Dispatch, SimulatedReplica, UntilFirstEnd
+from jaxserve.tools.simulator.replica import Balancing, Chooser, Dispatch, SimulatedReplica, UntilFirstEnd
 from jaxserve.tools.simulator.summary import Totals
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class _Progress:
 
     arrival_s: float
     latest_s: float = -1.0  # its latest token's time; negative before the first
+    first_s: float = -1.0  # its first token's time
 
 
 class Simulation:
@@ -61,11 +62,13 @@ class Simulation:
         step_ahead: True to plan a step while the previous one runs.
         shares_prefixes: False to disable the prefix cache.
         record: called with replica 0's events, for a log.
+        new_balancer: creates the policy that chooses replicas; the engine's by default.
 
     Attributes:
         replicas: the replicas.
         totals: figures so far.
         now_s: virtual time.
+        ending: index of the replica whose dispatch has ended last.
     """
 
     def __init__(
@@ -79,27 +82,40 @@ class Simulation:
         step_ahead: bool = True,
         shares_prefixes: bool = True,
         record: Record | None = None,
+        new_balancer: Callable[[Simulation], Balancing] | None = None,
     ) -> None:
         chooser, max_in_flight = chooser or UntilFirstEnd(), 2 if step_ahead else 1
+        self._touched: dict[int, None] = {}
         self.replicas = [
-            SimulatedReplica(schedule, times, chooser, max_in_flight, record if index == 0 else None)
+            SimulatedReplica(
+                schedule, times, chooser, max_in_flight, None if index else record, index, touched=self._touched
+            )
             for index in range(num_replicas)
         ]
         self.totals = Totals(num_replicas * schedule.num_pages)
-        self.now_s = 0.0
+        self.now_s, self.ending = 0.0, 0
         self._schedule, self._limits, self._shares_prefixes = schedule, limits, shares_prefixes
-        self._balancer = Balancer(self.replicas, {})
+        self._balancer: Balancing = Balancer(self.replicas, {}) if new_balancer is None else new_balancer(self)
         self._progress: dict[str, _Progress] = {}
         self._ends: list[tuple[float, int]] = []  # heap of dispatch ends; a cut dispatch leaves an outdated end
         self._arrival = 0
+        self._on_end: Callable[[int, float, float], None] | None = None
 
-    def run(self, trace: Iterable[TracedRequest], on_progress: Callable[[Simulation], None] | None = None) -> Totals:
+    def run(
+        self,
+        trace: Iterable[TracedRequest],
+        on_progress: Callable[[Simulation], None] | None = None,
+        on_end: Callable[[int, float, float], None] | None = None,
+    ) -> Totals:
         """Serve a trace; return the totals.
 
         Args:
             trace: requests, sorted by arrival.
             on_progress: called after each arrival.
+            on_end: called when a request has ended, with its number in the trace and the times of its first and last
+                tokens.
         """
+        self._on_end = on_end
         arrivals = iter(trace)
         arriving = next(arrivals, None)
         if arriving is not None:
@@ -195,7 +211,8 @@ class Simulation:
             ended: index of the replica whose dispatch has ended; None after an arrival.
         """
         self._balancer.dispatch()
-        touched = self._touched()
+        touched = sorted(self._touched)
+        self._touched.clear()
         for index in touched if ended is None or ended in touched else [ended, *touched]:
             replica = self.replicas[index]
             before = replica.next_end_s
@@ -206,18 +223,17 @@ class Simulation:
                 heapq.heappush(self._ends, (after, index))
             self.totals.pages_used(index, replica.scheduler.num_pages_used)
 
-    def _touched(self) -> list[int]:
-        """Return the replicas, by index, that got requests since their last plan."""
-        return [index for index, replica in enumerate(self.replicas) if replica.is_touched]
-
     def _read(self, index: int) -> None:
         """End a replica's oldest dispatch, and note when its tokens came."""
+        self.ending = index
         dispatch, sampled, ended = self.replicas[index].update()
         self._note_tokens(dispatch, sampled)
         for request in ended:
             self._balancer.finish(request)
             progress = self._progress.pop(request.request_id)
             self.totals.ended(request, progress.latest_s - progress.arrival_s)
+            if self._on_end is not None:
+                self._on_end(request.key, progress.first_s, progress.latest_s)
 
     def _note_tokens(self, dispatch: Dispatch, sampled: Sequence[list[int]]) -> None:
         """Note when a dispatch's tokens came.
@@ -228,12 +244,14 @@ class Simulation:
         """
         totals, ends_s, progress_by_id = self.totals, dispatch.ends_s, self._progress
         first_s, num_later = ends_s[0], [0] * len(ends_s)
+        totals.num_steps += len(ends_s)
         for request, token_ids in zip(dispatch.plan.requests, sampled, strict=True):
             num_tokens = len(token_ids)
             if not num_tokens:
                 continue
             progress = progress_by_id[request.request_id]
             if progress.latest_s < 0:
+                progress.first_s = first_s
                 totals.ttft_s.add(first_s - progress.arrival_s)
             else:
                 totals.itl_s.add(first_s - progress.latest_s)

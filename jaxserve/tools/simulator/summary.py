@@ -32,7 +32,7 @@ class Totals:
         num_cached_tokens: prompt tokens found in the prefix cache.
         num_preemptions: preempted rows.
         num_dispatches: plans.
-        num_steps: planned steps.
+        num_steps: steps that ran.
         max_pages_used: maximum pages in use.
         first_s: first arrival time.
         last_s: last end time.
@@ -53,7 +53,6 @@ class Totals:
     def planned(self, plan: StepPlan) -> None:
         """Count a plan."""
         self.num_dispatches += 1
-        self.num_steps += plan.num_steps
         self.num_preemptions += len(plan.preempted)
 
     def ended(self, request: Request, latency_s: float) -> None:

@@ -195,7 +195,7 @@ def _azure(row: Parsed) -> TracedRequest:
 
 
 class _LogReader:
-    """Reader of an event log, whose requests have arrival times if the engine had latency targets."""
+    """Reader of an event log."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[int, ...], int] = {}  # id of each block of tokens, by its tokens and the previous id
@@ -206,7 +206,7 @@ class _LogReader:
             return None
         given = event[1]
         if not given["arrival_s"]:
-            raise ValueError("the log has no arrival times; record one with target_ttft_ms or target_itl_ms")
+            raise ValueError("the log has no arrival times; record one with an engine")
         prompt, previous, blocks = given["prompt_token_ids"], -1, []
         for start in range(0, len(prompt), LOGGED_BLOCK):
             key = (previous, *prompt[start : start + LOGGED_BLOCK])
