@@ -1,0 +1,1 @@
+"""Studies of policies in virtual time, by the engine's own scheduler: see jaxserve/SIMULATOR.md."""
