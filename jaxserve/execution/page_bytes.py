@@ -33,7 +33,12 @@ class PageBytes:
 
     def pack(self, page: Page) -> bytes:
         """Return a page's bytes."""
-        return b"".join([self._without_copies(np.asarray(leaf)).tobytes() for leaf in page])
+        return b"".join(self.parts(page))
+
+    def parts(self, page: Page) -> list[memoryview]:
+        """Return a page's bytes in parts, not copied if the page's arrays are readable where they are."""
+        arrays = [self._without_copies(np.asarray(leaf)) for leaf in page]
+        return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in arrays]
 
     def unpack(self, content: bytes) -> list[NDArray[np.generic]]:
         """Return the page with these bytes."""

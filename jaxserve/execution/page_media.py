@@ -160,6 +160,7 @@ class DiskPages:
         self._changes: deque[Callable[[], None]] = deque()
         self._read_s = self._measured_s = 0.0  # mean time to read a page; when the last read has ended
         self._io = ThreadPoolExecutor(1, "jaxserve pages")
+        self._is_working, self._lock = False, threading.Lock()  # whether the thread runs tasks; held to change it
 
     def new_tier(self) -> StoredPages:
         """Return an index of the pages that an earlier engine has left."""
@@ -223,14 +224,27 @@ class DiskPages:
     def _submit(self, tasks: deque[Any], task: Callable[[], None]) -> None:
         """Add a task for the thread."""
         # Tasks are of any type, because a checker of their types would iterate while the thread takes some.
-        tasks.append(task)
-        self._io.submit(self._run_next)
+        with self._lock:
+            tasks.append(task)
+            if not self._is_working:  # to wake it for each page takes longer than all else that a page needs
+                self._io.submit(self._work)
+                self._is_working = True
 
     # On the thread
 
-    def _run_next(self) -> None:
-        """Run the next task: reads first, because requests wait for them."""
-        (self._reads or self._changes).popleft()()
+    def _work(self) -> None:
+        """Run tasks until there is none: reads first, because requests wait for them."""
+        while True:
+            with self._lock:
+                tasks = self._reads or self._changes
+                if not tasks:
+                    self._is_working = False
+                    return
+                task = tasks.popleft()
+            try:
+                task()
+            except Exception:
+                logger.exception("work on the file of KV pages has failed")
 
     def _empty(self) -> None:
         """Empty the file, which may have been opened after the request."""
@@ -239,7 +253,7 @@ class DiskPages:
     def _write(self, key: PageKey, page: Page) -> bool:
         """Write a page to the file; return whether it can be read."""
         try:
-            is_stored = self._sliced.write(key, self._bytes_of(key).pack(page))
+            is_stored = self._sliced.write(key, *self._bytes_of(key).parts(page))
         except jax.errors.JaxRuntimeError:  # of the step that should have written the page
             is_stored = False
         if self._unwritten.get(key) is page:

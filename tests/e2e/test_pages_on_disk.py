@@ -365,10 +365,10 @@ def test_full_and_failing_disks_cost_time_only(
     def fail_sometimes(*args: Any) -> Any:
         if next(calls) % 3:
             raise OSError(5, "Input/output error")
-        return pwrite(*args)
+        return pwritev(*args)
 
-    pwrite = os.pwrite
-    monkeypatch.setattr(page_archive.os, "pwrite", fail_sometimes)
+    pwritev = os.pwritev
+    monkeypatch.setattr(page_archive.os, "pwritev", fail_sometimes)
     answers, num_computed, _ = conversations(engine, 6, 3)
     assert answers == expected
     assert num_computed <= num_recomputed

@@ -194,13 +194,13 @@ def test_failing_disk_loses_pages_only(tmp_path, monkeypatch, caplog):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(page_archive.os, "pwrite", fail)
+    monkeypatch.setattr(page_archive.os, "pwritev", fail)
     assert not archive.write(key(2), page(2))
     monkeypatch.undo()
     monkeypatch.setattr(page_archive.os, "pread", fail)
     assert archive.read(key(1)) is None
     monkeypatch.undo()
-    monkeypatch.setattr(page_archive.os, "pwrite", lambda file, parts, offset: len(parts) // 2)  # the disk is full
+    monkeypatch.setattr(page_archive.os, "pwritev", lambda *_: SLOT_BYTES // 2)  # the disk is full
     assert not archive.write(key(3), page(3))
     monkeypatch.undo()
     assert archive.num_errors == 2

@@ -70,17 +70,25 @@ class PageArchive:
         """Keys for the stored pages, in the order in which they were written."""
         return list(self._slots)
 
-    def write(self, key: PageKey, page: bytes) -> bool:
-        """Store a page, in the slot of the one written first if none is free; return whether it can be read."""
-        assert len(page) == self.page_bytes, f"a page has {self.page_bytes} bytes, got {len(page)}"
+    def write(self, key: PageKey, *parts: bytes | memoryview) -> bool:
+        """Store a page, in the slot of the one written first if none is free; return whether it can be read.
+
+        Args:
+            key: content of the page.
+            parts: bytes of the page, which are not copied on the way to the file.
+        """
+        num_bytes, checksum = 0, 0
+        for part in parts:
+            num_bytes += len(part)
+            checksum = zlib.crc32(part, checksum)
+        assert num_bytes == self.page_bytes, f"a page has {self.page_bytes} bytes, got {num_bytes}"
         if key in self._slots:
             return True
         slot, self._sequence = self._take_slot(), self._sequence + 1
-        fields = (_MAGIC, self._fingerprint, *key, self._sequence, len(page), zlib.crc32(page))
-        header = _HEADER.pack(*fields)
-        parts = header + _CHECKSUM.pack(zlib.crc32(header)) + page
+        header = _HEADER.pack(_MAGIC, self._fingerprint, *key, self._sequence, num_bytes, checksum)
+        header += _CHECKSUM.pack(zlib.crc32(header))
         try:
-            is_whole = os.pwrite(self._file, parts, slot * self.slot_bytes) == len(parts)
+            is_whole = os.pwritev(self._file, (header, *parts), slot * self.slot_bytes) == self.slot_bytes
         except OSError as error:
             self._note_error("write to", error)
             is_whole = False
@@ -210,9 +218,11 @@ class SlicedArchive:
         """Keys for the stored contents; a snapshot comes where its first slice was written."""
         return [key for key in self.archive.keys if key.group >= STATES]
 
-    def write(self, key: PageKey, content: bytes) -> bool:
-        """Store a content; return whether it can be read."""
-        size = self._page_bytes
+    def write(self, key: PageKey, *parts: bytes | memoryview) -> bool:
+        """Store a content, given in parts; return whether it can be read."""
+        if key.group != STATES:
+            return self.archive.write(key, *parts)
+        content, size = b"".join(parts), self._page_bytes
         for index, each in enumerate(self._slices(key)):
             if not self.archive.write(each, content[index * size : (index + 1) * size].ljust(size, b"\0")):
                 self.delete(key)
