@@ -1,7 +1,11 @@
 """Pages in all tiers after many random operations with faults: none is lost, and no token is wrong."""
 
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from simulation import generate_alone, make_request
@@ -12,6 +16,7 @@ from jaxserve.scheduling.request import FinishReason, RequestStatus
 from tests.parameters import mainly
 
 ROUND = 500  # operations between two audits of all pages
+LAYERS = [((None,), None), ((None, 5), None), ((3,), None), ((None,), 4), ((None, 5), 3)]  # windows, and snapshots
 
 
 class Traffic:
@@ -94,14 +99,8 @@ class Traffic:
                 assert request.output_token_ids == generate_alone(request)[0]
 
 
-@pytest.mark.usefixtures("no_type_checks")  # they would take most of the time
-@pytest.mark.parametrize("num_operations", mainly([2_000], 100_000))
-@pytest.mark.parametrize(
-    "layers", mainly([((None,), None)], ((None, 5), None), ((3,), None), ((None,), 4), ((None, 5), 3))
-)
-@pytest.mark.parametrize("tier_pages", mainly([(12, 40)], (40,)))
-def test_no_page_is_lost_in_random_traffic_with_faults(num_operations, layers, tier_pages):
-    windows, num_snapshots = layers
+def audit(num_operations, windows=(None,), num_snapshots=None, tier_pages=(12, 40)):
+    """Run random traffic, with an audit every `ROUND` operations and a replay at the end; return what happened."""
     sizes = {"num_pages": 26 * len(windows), "windows": windows, "num_snapshots": num_snapshots}
     if num_snapshots is not None:  # snapshots take most of a small tier, from which little is loaded then
         tier_pages = [3 * count for count in tier_pages]
@@ -118,3 +117,25 @@ def test_no_page_is_lost_in_random_traffic_with_faults(num_operations, layers, t
     traffic.tiers.replay()
     assert min(traffic.counts.values()) > 0, traffic.counts
     assert traffic.counts["loaded"] > num_operations // 100, traffic.counts
+    return traffic.counts
+
+
+def audit_in_process(*args):
+    """Run an audit in a process without the suite's type checks, which take four times as long as all else."""
+    root = Path(__file__).parents[2]
+    program = f"import sys; sys.path.insert(0, 'tests'); from {__name__.split('.')[-1]} import audit; audit(*{args})"
+    paths = os.pathsep.join([str(root), str(Path(__file__).parent)])
+    subprocess.run([sys.executable, "-c", program], cwd=root, env=os.environ | {"PYTHONPATH": paths}, check=True)
+
+
+@pytest.mark.parametrize("tier_pages", mainly([(12, 40)], (40,)))
+@pytest.mark.parametrize("layers", mainly([((None,), None)], *LAYERS[1:]))
+def test_no_page_is_lost_in_random_traffic_with_faults(layers, tier_pages):
+    audit_in_process(2_000, *layers, tier_pages)
+
+
+@pytest.mark.full
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layers", LAYERS)
+def test_no_page_is_lost_in_a_hundred_thousand_operations(layers):
+    audit_in_process(100_000, *layers)
