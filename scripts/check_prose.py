@@ -202,8 +202,10 @@ def main() -> int:
     for kind in ("docstrings", "arguments", "comments"):
         same_kind = [opening for opening in found if opening.kind == kind]
         headless = [opening for opening in same_kind if opening.is_headless]
-        status |= len(headless) > MAX_HEADLESS * len(same_kind)
-        print(f"{kind}: {len(headless)} of {len(same_kind)} headless, {len(headless) / max(len(same_kind), 1):.1%}")
+        share = len(headless) / max(len(same_kind), 1)
+        excess = f", more than {MAX_HEADLESS:.0%}: --list shows them" if share > MAX_HEADLESS else ""
+        status |= bool(excess)
+        print(f"{kind}: {len(headless)} of {len(same_kind)} headless, {share:.2%}{excess}")
         for opening in headless if args.list else ():
             print(f"{opening.path}:{opening.line}: {opening.text}")
 

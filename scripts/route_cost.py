@@ -91,7 +91,7 @@ async def measure(args: argparse.Namespace, pid: int) -> dict[str, Any]:
     """Return the router's costs."""
     routed, direct = f"http://127.0.0.1:{args.port}", f"http://127.0.0.1:{args.port + 1}"
     async with aiohttp.ClientSession() as session:
-        for _ in range(100):
+        for _ in range(600):
             async with asyncio.timeout(30):
                 try:
                     await ask(session, routed, FEW)

@@ -33,7 +33,7 @@ def write_adapters(
 
     whole = None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of renamed attributes in transformers, of layers that adapters leave out
+        warnings.simplefilter("ignore")  # transformers renames attributes in layers that adapters leave out
         for seed, (name, fields) in enumerate(configs.items()):
             modules = {"target_modules": [*ATTENTION, *MLP], "task_type": "CAUSAL_LM"}
             config = peft.LoraConfig(**{"r": 4, "lora_alpha": 8, **modules, **fields})

@@ -24,7 +24,10 @@ class SlowMover:
     def __init__(self, page_size, num_pages, device=None):
         self.page_size, self.num_pages, self.device = page_size, num_pages, device
         self.moves = []
-        self.contents = [None, *({} for _ in num_pages)]  # for each tier: key -> content, and the move that stored it
+        self.contents = [
+            None,
+            *({} for _ in num_pages),
+        ]  # a mapping for each tier: key -> content, and the move that stored it
         self._before = {}  # key of a move -> content of the page
         self._ended = []
         self.counts = dict.fromkeys(["loads", "stores", "copies", "loaded", "stored", "copied", "kept"], 0)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.api.config import EngineConfig
 from jaxserve.api.vllm_options import engine_options
 from jaxserve.errors import ConfigError
 
@@ -30,9 +31,9 @@ def test_an_offloading_connector_is_two_tiers(read: Any) -> None:
     ("config", "extra", "message"),
     [
         (
-            {"kv_connector": "NixlConnector"},
+            {"kv_connector": "MooncakeConnector"},
             {},
-            "kv_connector in kv_transfer_config must be 'OffloadingConnector', got",
+            "kv_connector in kv_transfer_config must be 'OffloadingConnector' or 'ExampleConnector' or .* got 'Moon",
         ),
         ({"kv_role": "kv_producer"}, {}, "kv_role in kv_transfer_config must be 'kv_both', got 'kv_producer'"),
         ({"kv_load_failure_policy": "fail"}, {}, "kv_load_failure_policy in kv_transfer_config must be 'recompute'"),
@@ -55,6 +56,31 @@ def test_anything_else_is_refused_by_name(config: dict[str, Any], extra: dict[st
     given = CONFIG | {"kv_connector_extra_config": EXTRA | extra} | config
     with pytest.raises(ConfigError, match=message):
         engine_options({"kv_transfer_config": given})
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer", "kv_both"])
+def test_engines_share_a_directory(role: str) -> None:
+    config = {"kv_connector": "ExampleConnector", "kv_role": role}
+    config["kv_connector_extra_config"] = extra = {"shared_storage_path": "/mnt/kv"}
+    assert engine_options({"kv_transfer_config": config}) == {"kv_store": "/mnt/kv", "kv_role": role}
+    for wrong, message in (
+        ({}, "shared_storage_path in kv_connector_extra_config .* must be a directory, got None"),
+        (extra | {"backends": ["UCX"]}, "has the unsupported key 'backends'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine_options({"kv_transfer_config": config | {"kv_connector_extra_config": wrong}})
+
+
+def test_a_direct_transfer_is_a_role_before_a_store() -> None:
+    config = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
+    given = {"kv_transfer_config": json.dumps(config)}
+    options = engine_options(given | {"kv_store": "/mnt/kv"})
+    assert options == {"kv_store": "/mnt/kv", "kv_role": "kv_producer"}
+    with pytest.raises(ConfigError, match="kv_role needs kv_store, got only 'kv_producer'"):
+        EngineConfig("model", **engine_options(given))
+    for changed in ({"kv_role": "kv_both"}, {"kv_role": None}, {"kv_buffer_device": "cpu"}):
+        with pytest.raises(ConfigError, match=next(iter(changed))):
+            engine_options({"kv_transfer_config": config | changed})
 
 
 def test_it_is_an_object_and_the_only_source_of_its_options() -> None:

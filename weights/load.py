@@ -212,7 +212,7 @@ def _parts(row: TensorRow, open_tensor: Callable[[str], Part]) -> list[Part]:
     tensors = {name: open_tensor(name) for name in dict.fromkeys(row.hf_names)}
     if row.transposed and not row.stacked:
         tensors = {name: tensor.T for name, tensor in tensors.items()}
-    num_parts = len(row.hf_names) // (len(tensors) * row.num_matrices)  # of each matrix, if stacked
+    num_parts = len(row.hf_names) // (len(tensors) * row.num_matrices)  # parts per matrix, if stacked
     taken: Counter[str] = Counter()
     parts = []
     for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):

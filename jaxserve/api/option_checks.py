@@ -97,7 +97,6 @@ def _check_devices(config: EngineConfig) -> None:
             ("kv_eviction", config.kv_eviction, None),
             ("sparse_attention", config.sparse_attention, None),
             ("count_expert_tokens", config.count_expert_tokens, False),
-            *([(option, getattr(config, option), None)] if (option := config.offloading_option) else []),
         )
         if tables := {EMBEDDINGS, MODULES_TO_SAVE, TRAINABLE_TOKENS}.intersection(config.lora_extras):
             raise ConfigError(

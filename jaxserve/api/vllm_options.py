@@ -141,7 +141,8 @@ VLLM_OPTIONS = (
     VllmOption(
         "kv_transfer_config",
         "'OffloadingConnector' with cpu_bytes_to_use and a secondary tier of type 'fs' sets kv_offloading_size and "
-        "kv_offloading_path",
+        "kv_offloading_path; 'ExampleConnector' with shared_storage_path sets kv_store and kv_role; 'NixlConnector' "
+        "sets kv_role, and needs kv_store",
         read=read_kv_transfer,
     ),
     VllmOption("language_model_only", 'True sets limit_mm_per_prompt to {"image": 0}', read=_read_language_model_only),

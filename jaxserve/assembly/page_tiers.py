@@ -22,6 +22,7 @@ from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.page_bytes import PageBytes
 from jaxserve.execution.page_media import DiskPages, HostPages, Medium
 from jaxserve.execution.page_mover import PageMover
+from jaxserve.execution.pipeline import Pipeline
 from jaxserve.execution.program_store import described
 from jaxserve.execution.proposer import PagedProposer
 from jaxserve.execution.runner import Runner
@@ -80,13 +81,10 @@ def build_movers(
             "raise num_pages instead, or keep pages on disk (kv_offloading_path)",
             config.kv_offloading_size,
         )
-    runners = [each for each in executors if isinstance(each, Runner)]
-    has_layer = any(isinstance(each.programs.lowering.proposer, PagedProposer) for each in runners)
-    draft = layer_content(config) if has_layer else b""
-    return [
-        _build_mover(config, each, stats, lambda: content() + draft) if isinstance(each, Runner) else None
-        for each in executors
-    ]
+    stages = [each.stages if isinstance(each, Runner | Pipeline) else () for each in executors]
+    proposers = [each.programs.lowering.proposer for replica in stages for each in replica]
+    draft = layer_content(config) if any(isinstance(each, PagedProposer) for each in proposers) else b""
+    return [_build_mover(config, each, stats, lambda: content() + draft) if each else None for each in stages]
 
 
 def layer_content(config: EngineConfig) -> bytes:
@@ -101,10 +99,12 @@ def layer_content(config: EngineConfig) -> bytes:
         return weights.content_digest(speculation.model)
 
 
-def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats, content: Callable[[], bytes]) -> PageMover:
-    """Return the page mover of a runner, with its tiers."""
-    lowering = runner.programs.lowering
-    page_bytes, state_bytes = new_page_bytes(lowering), new_state_bytes(lowering)
+def _build_mover(
+    config: EngineConfig, stages: Sequence[Runner], stats: EngineStats, content: Callable[[], bytes]
+) -> PageMover:
+    """Return the page mover of an executor's stages, with its tiers."""
+    lowerings = [stage.programs.lowering for stage in stages]
+    page_bytes, state_bytes = new_page_bytes(lowerings), new_state_bytes(lowerings)
     media: list[Medium] = []
     if config.kv_offloading_size:
         state_pages = 1 if state_bytes is None else -(-state_bytes.host_size // page_bytes.host_size)
@@ -114,7 +114,7 @@ def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats, conte
         directory, size_gib = Path(config.kv_offloading_path), config.kv_offloading_disk_size
 
         def open_archive() -> PageArchive:
-            key = fingerprint(content(), config, lowering)
+            key = fingerprint(content(), config, lowerings)
             try:
                 archive = PageArchive(directory / key.hex(), key, page_bytes.size, int(size_gib * 2**30))
             except OSError as error:
@@ -132,7 +132,7 @@ def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats, conte
         media.append(
             StorePages(
                 store,
-                lambda: Seal(seal_key, fingerprint(content(), config, lowering)),
+                lambda: Seal(seal_key, fingerprint(content(), config, lowerings)),
                 num_pages,
                 page_bytes,
                 state_bytes,
@@ -140,7 +140,7 @@ def _build_mover(config: EngineConfig, runner: Runner, stats: EngineStats, conte
                 writes=config.kv_role != CONSUMER,
             )
         )
-    return PageMover(runner, media, stats)
+    return PageMover(stages, media, stats)
 
 
 def new_lookups(config: EngineConfig, mover: PageMover | None, schedule: ScheduleConfig) -> PrefixLookups | None:
@@ -178,19 +178,21 @@ def _num_pages(option: str, size_gib: float, page_bytes: int, state_pages: int) 
     return num_pages
 
 
-def new_page_bytes(lowering: Lowering) -> PageBytes:
-    """Return the conversion between pages in host memory and bytes on disk."""
-    leaves, form = jax.tree.leaves(lowering.page_programs.abstract_page()), lowering.arch.kv_layout.pool
-    if not _is_canonical(lowering) or not isinstance(form, HeadVectors):
+def new_page_bytes(stages: Sequence[Lowering]) -> PageBytes:
+    """Return the conversion between pages in host memory and bytes on disk, given the pipeline stages' programs."""
+    leaves = [leaf for each in stages for leaf in jax.tree.leaves(each.page_programs.abstract_page())]
+    form = stages[0].arch.kv_layout.pool
+    if not all(map(_is_canonical, stages)) or not isinstance(form, HeadVectors):
         return PageBytes(leaves)
-    num_heads, num_devices = form.num_kv_heads, tensor_size(lowering.mesh)
+    num_heads, num_devices = form.num_kv_heads, tensor_size(stages[0].mesh)
     return PageBytes(leaves, num_heads, math.lcm(num_heads, num_devices) // num_heads)
 
 
-def new_state_bytes(lowering: Lowering) -> PageBytes | None:
+def new_state_bytes(stages: Sequence[Lowering]) -> PageBytes | None:
     """Return the conversion between state snapshots in host memory and bytes on disk; None without recurrent layers."""
-    programs = lowering.state_programs
-    return None if programs is None else PageBytes(jax.tree.leaves(programs.abstract_page()))
+    programs = [each.state_programs for each in stages]
+    leaves = [leaf for each in programs if each is not None for leaf in jax.tree.leaves(each.abstract_page())]
+    return PageBytes(leaves) if leaves else None
 
 
 def _is_canonical(lowering: Lowering) -> bool:
@@ -203,22 +205,27 @@ def _is_canonical(lowering: Lowering) -> bool:
     return not (isinstance(lowering.arch.kv_layout.pool, MixedHeads) or has_others)
 
 
-def fingerprint(content: bytes, config: EngineConfig, lowering: Lowering) -> bytes:
+def fingerprint(content: bytes, config: EngineConfig, stages: Sequence[Lowering]) -> bytes:
     """Return 16 bytes that identify weights, model and page layout, which determine a page together with its tokens.
 
-    They depend neither on the attention backend nor on `tensor_parallel_size`.
+    They depend neither on the attention backend nor on `tensor_parallel_size`, but on the division into stages.
 
     Args:
         content: digest of the weights, also of a draft layer's.
         config: engine options.
-        lowering: the engine's programs.
+        stages: programs of the engine's pipeline stages.
     """
-    arch, kv_dtype = lowering.arch, str(lowering.kv_dtype)
-    model = replace(arch, eos_ids=frozenset(), num_devices=1)  # host only: the ids
-    rounding = storage_name(config, arch), config.activation_quantization, str(compute_dtype(config, arch))
-    size = new_page_bytes(lowering).size
-    draft = lowering.proposer.page_layout if isinstance(lowering.proposer, PagedProposer) else None
-    devices = None if _is_canonical(lowering) else (lowering.backend, tensor_size(lowering.mesh), draft)
-    groups = replace(lowering.schedule.kv_groups, num_snapshots=None)
-    parts = described((model, groups, kv_dtype, rounding, size, devices)), content.hex()
+    last = stages[-1]
+    models = [replace(each.arch, eos_ids=frozenset(), num_devices=1) for each in stages]  # host only: the ids
+    rounding = storage_name(config, last.arch), config.activation_quantization, str(compute_dtype(config, last.arch))
+    draft = last.proposer.page_layout if isinstance(last.proposer, PagedProposer) else None
+    is_canonical = all(map(_is_canonical, stages))
+    layout = (
+        str(last.kv_dtype),
+        rounding,
+        new_page_bytes(stages).size,
+        None if is_canonical else (last.backend, tensor_size(last.mesh), draft),
+        replace(last.schedule.kv_groups, num_snapshots=None),
+    )
+    parts = described((*models, *layout)), content.hex()
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).digest()

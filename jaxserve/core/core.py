@@ -57,7 +57,7 @@ class EngineCore:
         self._is_shared = len(replicas) > 1  # no replica may block this thread for the others
         self._balancer = Balancer(replicas, dict(replicas[0].scheduler.policy.weights))
         self._requests: dict[int, Request] = {}  # unfinished requests by key
-        self._has_worked = False  # whether the last call of `step` did anything
+        self._has_worked = False  # tells whether the last call of `step` did anything
         self._now_s = 0.0
 
     def has_work(self) -> bool:

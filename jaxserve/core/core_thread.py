@@ -94,8 +94,8 @@ class CoreThread:
                         time.sleep(LOOK_S)
                         continue
                     if core.step(time.monotonic()) or core.outbox:
-                        self._notify()  # after each step, because the next one replaces the statistics
-                    else:  # without a step in flight, requests wait for an event
+                        self._notify()  # the next step replaces the statistics
+                    else:  # no step is in flight: requests wait for an event
                         time.sleep(POLL_S if core.num_in_flight else LOOK_S)
             except BaseException as error:  # a defect: failed steps raise nothing here, their requests get the error
                 logger.exception("all requests are ended: the engine's core has failed")

@@ -130,7 +130,7 @@ class AdapterDropped(NamedTuple):
     digest: str
 
 
-DeviceEvent = WeightsRead | AdapterRead | AdapterDropped  # without effect on plans
+DeviceEvent = WeightsRead | AdapterRead | AdapterDropped  # has no effect on plans
 ReplicaEvent = (
     Added
     | Finished

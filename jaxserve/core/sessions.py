@@ -140,7 +140,7 @@ class Sessions:
         self._directory, self._quota = directory, quota
         self._writing = threading.Lock()  # held from the check of the quota until the file is written
         self._latest: OrderedDict[tuple[str, str], Session] = OrderedDict()
-        self._num_tokens = self._num_patch_bytes = 0  # in the latest turns
+        self._num_tokens = self._num_patch_bytes = 0  # latest turns only
         self._lock = threading.Lock()  # guards all three
 
     @classmethod

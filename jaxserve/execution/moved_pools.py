@@ -19,7 +19,7 @@ from jaxserve.execution.page_programs import KVLayout, PagedPool, StateLayout
 from jaxserve.execution.proposer import PagedProposer, Proposer
 from jaxserve.execution.state import ServeState
 
-_Item = TypeVar("_Item")
+Item = TypeVar("Item")
 Pools = tuple[Any, ...]
 
 
@@ -95,7 +95,7 @@ class MovedPools:
         scatter = self.programs[f"scatter_{self.name} {size}"]
         return self.access.write(state, scatter(pools, self._ids(pages, size), tuple(parts)))
 
-    def batches(self, items: Sequence[_Item]) -> Iterator[tuple[int, Sequence[_Item]]]:
+    def batches(self, items: Sequence[Item]) -> Iterator[tuple[int, Sequence[Item]]]:
         """Split items into batches for one program each, with the number that it copies."""
         start = 0
         while start < len(items):
@@ -104,6 +104,10 @@ class MovedPools:
             size = max([size, *(each for each in self.sizes if each <= num_left)])
             yield size, items[start : start + size]
             start += size
+
+    def num_leaves(self, state: ServeState) -> int:
+        """Return the number of arrays in a page."""
+        return len(jax.tree.leaves(self.access.read(state)))
 
     def _ids(self, pages: Sequence[int], size: int) -> NDArray[np.int32]:
         """Return page ids, the last one repeatedly."""

@@ -254,7 +254,7 @@ class DiskPages:
         """Write a page to the file; return whether it can be read."""
         try:
             is_stored = self._sliced.write(key, *self._bytes_of(key).parts(page))
-        except jax.errors.JaxRuntimeError:  # of the step that should have written the page
+        except jax.errors.JaxRuntimeError:  # raised by the step that should have written the page
             is_stored = False
         if self._unwritten.get(key) is page:
             del self._unwritten[key]

@@ -28,6 +28,7 @@ from jaxserve.execution.page_bytes import Page
 from jaxserve.execution.page_media import Medium
 from jaxserve.execution.page_programs import MOVED_PAGES, MOVED_STATES
 from jaxserve.execution.runner import Runner
+from jaxserve.execution.staged_pools import StagedPools
 from jaxserve.scheduling.kv_cache.stored_pages import StoredPages
 from jaxserve.scheduling.kv_cache.transfers import DEVICE, Deletion, EndedMoves, Move, Requested
 
@@ -35,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 class PageMover:
-    """Copies pages between one runner's pool and the media of lower tiers. One thread at a time uses it.
+    """Copies pages between the pools of an executor and the media of lower tiers. One thread at a time uses it.
 
     Args:
-        runner: owner of the pool.
+        stages: owners of the pools, one runner per pipeline stage.
         media: media of the lower tiers, the next one first.
         stats: totals to which moved pages are added.
 
@@ -46,20 +47,25 @@ class PageMover:
         media: see above.
     """
 
-    def __init__(self, runner: Runner, media: Sequence[Medium], stats: EngineStats) -> None:
-        self._runner, self.media, self._stats = runner, media, stats
-        programs, lowering = runner.programs.compile_page_movers(), runner.programs.lowering
-        self._kv = MovedPools("pages", kv_access(lowering.proposer), programs, MOVED_PAGES)
-        self._num_slots = lowering.schedule.max_num_seqs  # whose states come before the snapshots
-        self._states = MovedPools("states", state_access(), programs, MOVED_STATES, self._num_slots)
-        self._keep_state = programs.get("keep_state")
+    def __init__(self, stages: Sequence[Runner], media: Sequence[Medium], stats: EngineStats) -> None:
+        self._stages, self.media, self._stats = stages, media, stats
+        self._num_slots = stages[0].schedule.max_num_seqs  # whose states come before the snapshots
+        pages, states = [], []
+        self._keep_state: list[tuple[Runner, Any]] = []  # of the stages with recurrent layers
+        for stage in stages:
+            programs, access = stage.programs.compile_page_movers(), kv_access(stage.programs.lowering.proposer)
+            pages.append((stage, MovedPools("pages", access, programs, MOVED_PAGES)))
+            if (keep_state := programs.get("keep_state")) is not None:
+                self._keep_state.append((stage, keep_state))
+                states.append((stage, MovedPools("states", state_access(), programs, MOVED_STATES, self._num_slots)))
+        self._kv, self._states = StagedPools(pages), StagedPools(states)
         self._is_cleared = False  # all media were emptied, and the weights may be others now
         self._is_closed = False
         self._num_weights, self._passing = (
             0,
             threading.Lock(),
         )  # weights used so far; held to pass pages on, and for new
-        self._loading: dict[int, Move] = {}  # by key
+        self._loading: dict[int, Move] = {}  # key -> move
         self._read: deque[tuple[Move, Page | None]] = deque()  # loads whose page was read; None if it is lost
         self._copied: deque[tuple[Move, bool]] = deque()  # copies between media that have ended, and their success
         self._ended: list[EndedMoves] = []
@@ -71,12 +77,13 @@ class PageMover:
 
     def keep_states(self, kept: Sequence[tuple[int, int]]) -> None:
         """Copy the states of rows that a plan has swapped out, as (slot, page), before its step."""
+        assert self._keep_state or not kept, "only recurrent layers have states"
         for slot, page in kept:
-            state = self._runner.state
-            assert state is not None, "rows have a state"
-            assert self._keep_state is not None, "only recurrent layers have states"
             entries = np.array([slot, self._num_slots + page], np.int32)
-            self._runner.state = replace(state, states=self._keep_state(state.states, entries))
+            for stage, keep_state in self._keep_state:
+                state = stage.state
+                assert state is not None, "rows have a state"
+                stage.state = replace(state, states=keep_state(state.states, entries))
 
     def start_moves(self, requested: Requested) -> None:
         """Start the work that the scheduler requested while a plan was made; call it after the plan's step."""
@@ -112,16 +119,21 @@ class PageMover:
         size, seconds = MOVED_PAGES[-1], 0.0
         ids = [0] * size
         for _ in range(2):
-            if self._runner.state is None:
+            if not self._is_awake:
                 break
-            pages = jax.block_until_ready(self._kv.gather(self._runner.state, ids, size))
+            pages = jax.block_until_ready(self._kv.gather(ids, size))
             started_s = time.perf_counter()
-            self._runner.state = self._kv.scatter(self._runner.state, ids, pages, size)
-            jax.block_until_ready(self._kv.access.read(self._runner.state))
+            self._kv.scatter(ids, pages, size)
+            self._kv.wait()
             seconds = time.perf_counter() - started_s
         return seconds / size
 
-    def _by_pools(self, moves: Sequence[Move]) -> list[tuple[MovedPools, list[Move]]]:
+    @property
+    def _is_awake(self) -> bool:
+        """True if the pools exist."""
+        return all(stage.state is not None for stage in self._stages)
+
+    def _by_pools(self, moves: Sequence[Move]) -> list[tuple[StagedPools, list[Move]]]:
         """Return the pools, and the moves of their pages."""
         states, pages = ([move for move in moves if move.is_state is each] for each in (True, False))
         return [(self._kv, pages), (self._states, states)]
@@ -132,13 +144,13 @@ class PageMover:
 
     def _gather(self, moves: Sequence[Move]) -> dict[int, Page]:
         """Dispatch the copies of device pages to host memory, and return them by the keys of their moves."""
-        if self._runner.state is None:
+        if not self._is_awake:
             return {}
         gathered: dict[int, Page] = {}
         for pools, of_pools in self._by_pools(moves):
             for size, batch in pools.batches(of_pools):
                 try:
-                    pages = pools.gather(self._runner.state, [move.page for move in batch], size)
+                    pages = pools.gather([move.page for move in batch], size)
                 except jax.errors.JaxRuntimeError as error:  # no memory for the copies; the pools are unchanged
                     logger.debug("pages are not stored: %s", error)
                     return gathered
@@ -195,13 +207,10 @@ class PageMover:
         for move, ok in _taken(self._copied):
             self._end([move], ok=ok)
         read = [(move, page) for move, page in _taken(self._read) if self._loading.pop(move.key, None) is not None]
-        whole = {move: page for move, page in read if page is not None and self._runner.state is not None}
+        whole = {move: page for move, page in read if page is not None and self._is_awake}
         for pools, moves in self._by_pools([*whole]):
             for size, batch in pools.batches(moves):
-                state = self._runner.state
-                assert state is not None, "pages for a state that sleeps are dropped"
-                contents = [whole[move] for move in batch]
-                self._runner.state = pools.scatter(state, [move.page for move in batch], contents, size)
+                pools.scatter([move.page for move in batch], [whole[move] for move in batch], size)
                 self._stats.num_loaded_pages += len(batch)
         self._end([*whole], ok=True)
         self._end([move for move, _ in read if move not in whole], ok=False)

@@ -42,7 +42,7 @@ def ray_fleet(num_actors: int | None = None, **options: Any) -> Iterator[Fleet]:
     with _connected() as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         count, resources = plan_actors(nodes, config.tensor_parallel_size, num_actors)
-        actors = _RayActors(ray, count, resources, options | _absolute(options))
+        actors = _RayActors(ray, count, resources, options | absolute(options))
         try:
             yield Fleet(config, actors)
         finally:
@@ -50,7 +50,7 @@ def ray_fleet(num_actors: int | None = None, **options: Any) -> Iterator[Fleet]:
                 actors.stop(index)
 
 
-def _absolute(options: Mapping[str, Any]) -> dict[str, str]:
+def absolute(options: Mapping[str, Any]) -> dict[str, str]:
     """Return the directories among the options as absolute paths, since actors have another working directory."""
     given = {name: options.get(name) for name in ("model", "tokenizer", "compilation_cache_dir")}
     return {name: os.path.abspath(path) for name, path in given.items() if path not in (None, "auto")}

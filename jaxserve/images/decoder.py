@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 
 from jaxserve.images.processor import as_rgb
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # of animated ones, the first frame
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # animated ones: their first frame
 
 
 def main() -> None:

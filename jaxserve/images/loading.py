@@ -211,13 +211,13 @@ def _addresses(host: str, port: int, until_s: float) -> list[str]:
 
 def is_public(address: str) -> bool:
     """Return whether an IP address is one of the public Internet, also inside IPv6 forms of IPv4 addresses."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
+    ip = ipaddress.ip_address(address)
     if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
-        if inner is None and ip in _NAT64:
-            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.ipv4_mapped or ip.sixtofour
         if inner is not None:
             return is_public(str(inner))
+        if ip.is_site_local:  # deprecated, and global according to Python
+            return False
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 

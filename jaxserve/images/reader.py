@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MIN_LIVING_BYTES = 2**30  # for prepared images of unfinished requests, in addition to the cache
-PROMPT_S = 60.0  # for loading and decoding all files of a prompt
+PROMPT_S = 60.0  # limits the loading and decoding of all files of a prompt
 _MAX_PROCESSORS = 16  # kept for different mm_processor_kwargs
 
 
@@ -127,12 +127,14 @@ class ImageReader:
         if inputs.images and find_spec("PIL") is None:
             raise RequestError(f"images in a prompt need Pillow; {install_extra('images')}")
         processor, deadline = self._processor(inputs.adjusted), Deadline(PROMPT_S)
+        own: dict[bytes, int] = {}
         for number, (image, name) in enumerate(zip(inputs.images, inputs.names, strict=True), 1):
             try:
-                prepared = self._prepare(processor, image, name, namespace, deadline)
+                prepared = self._prepare(processor, image, name, namespace, deadline, sum(own.values()))
             except RequestError as error:
                 kind = BusyError if isinstance(error, BusyError) else RequestError
                 raise kind(f"image {number} of the prompt: {error}") from error
+            own[prepared.digest] = prepared.num_bytes
             yield prepared
 
     def close(self) -> None:
@@ -160,7 +162,13 @@ class ImageReader:
             return self._processors.setdefault(key, processor)
 
     def _prepare(
-        self, processor: ImageProcessor, given: Any, name: str | None, namespace: str, deadline: Deadline
+        self,
+        processor: ImageProcessor,
+        given: Any,
+        name: str | None,
+        namespace: str,
+        deadline: Deadline,
+        own_bytes: int,
     ) -> PreparedImage:
         """Return one image for the tower, from the cache if it is there.
 
@@ -170,6 +178,7 @@ class ImageReader:
             name: caller's id, which stands for its content; None without.
             namespace: see `expand`.
             deadline: time limit for the prompt's images.
+            own_bytes: bytes that the prompt's earlier images take.
         """
         if name:
             key: Hashable = (processor.key, namespace, name)
@@ -180,7 +189,7 @@ class ImageReader:
             return known
         if given is None:
             raise RequestError(f"must be sent again, as the cache has none with the name {brief(name)}")
-        self._check_memory()
+        self._check_memory(own_bytes)
         with self._opened(self._loaded(given, deadline), deadline) as image:
             pixels, size = processor.fit(image), (image.height, image.width)
         prepared = processor.prepare(pixels, size)
@@ -188,11 +197,20 @@ class ImageReader:
         self.cache.put(key, prepared)
         return prepared
 
-    def _check_memory(self) -> None:
-        """Raise BusyError if unfinished requests have so many images that another one must wait for them."""
+    def _check_memory(self, own_bytes: int) -> None:
+        """Raise BusyError if unfinished requests have so many images that another one must wait for them.
+
+        Args:
+            own_bytes: bytes of images in the same prompt, which would wait for itself: it gets a plain RequestError.
+        """
         if self.living.num_bytes <= self._max_living_bytes:
             return
         self.cache.clear()
+        if own_bytes > self._max_living_bytes:
+            raise RequestError(
+                f"needs too much memory after the ones before it: they take {own_bytes} bytes, and all unfinished "
+                f"requests' images may take {self._max_living_bytes}; send fewer, or raise mm_processor_cache_gb"
+            )
         if self.living.num_bytes > self._max_living_bytes:
             raise BusyError(
                 f"must wait, as those of unfinished requests take {self.living.num_bytes} bytes, and may take "

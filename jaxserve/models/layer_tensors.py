@@ -230,7 +230,7 @@ def decoder_specs(arch: ArchConfig, names: TensorNames) -> list[ParamSpec]:
         specs += rows.norm("attention_post_norm", names.attention_post_norm, D)
         specs += rows.norm("mlp_post_norm", names.mlp_post_norm, D)
         specs += names.more(rows, layer, arch)
-    specs += top.norm("final_norm", names.final_norm, D, names.norm_parts)  # on all stages: it has the model's dtype
+    specs += top.norm("final_norm", names.final_norm, D, names.norm_parts)  # has the model's dtype on all stages
     if not stage.is_last:
         return specs
     if not arch.tied_embeddings:

@@ -18,7 +18,7 @@ _FIELDS: ObjectFields = {
     **each(SWITCH, "do_remote_prefill", "do_remote_decode"),
     **each(ANY, "remote_engine_id", "remote_request_id", "remote_block_ids", "remote_host", "remote_port"),
     **each(ANY, "tp_size", "remote_num_tokens"),
-    **each(TEXT, "remote_version", "remote_pages"),  # of jaxserve
+    **each(TEXT, "remote_version", "remote_pages"),  # jaxserve's own
 }
 
 

@@ -109,6 +109,14 @@ class Delivered:
             sample.num_chars += num_chars
             sample.is_ended = bool(is_ended)
 
+    @classmethod
+    def from_comments(cls, comments: Iterable[bytes]) -> Delivered:
+        """Return the part of a stream that its comments describe."""
+        delivered = cls()
+        for comment in comments:
+            delivered.add(comment)
+        return delivered
+
     def body_field(self) -> Json:
         """Return the value of FIELD."""
         samples = [[*key, each.token_ids, each.num_chars, each.is_ended] for key, each in self.samples.items()]
@@ -149,6 +157,9 @@ def split_at_comments(data: bytes) -> tuple[bytes, Sequence[bytes], bytes]:
     Returns:
         The events before the last complete comment, without comments; the comments; and the bytes after them.
     """
+    event, mark, line = data.partition(COMMENT)
+    if mark and 0 <= line.find(b"\n\n") == len(line) - 2:  # the usual case: one part
+        return event, (line[:-2],), b""
     end = data.rfind(COMMENT)
     stop = data.find(b"\n\n", end) if end >= 0 else -1
     if end >= 0 and stop < 0:  # the last comment is incomplete

@@ -29,7 +29,7 @@ class Counts(Collector):
     def __init__(self, replicas: Replicas) -> None:
         self.num_moved = self.num_failed = self.num_transferred = 0
         self._replicas = replicas
-        self._attempts: Counter[tuple[str, str]] = Counter()  # by replica and outcome
+        self._attempts: Counter[tuple[str, str]] = Counter()  # replica and outcome -> count
         self._registry = CollectorRegistry()
         self._registry.register(self)
 

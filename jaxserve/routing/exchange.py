@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from jaxserve.routing.config import RouterConfig
     from jaxserve.routing.counts import Counts
     from jaxserve.routing.replicas import Load, Replica, Replicas
+    from jaxserve.scheduling.router import Prefix
 
 logger = logging.getLogger(__name__)
 
-_HOP_HEADERS = frozenset(  # these concern one connection; RFC 9110, section 7.6.1
+HOP_HEADERS = frozenset(  # these concern one connection; RFC 9110, section 7.6.1
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer")
 ) | {"transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "expect"}
 _PROMPT_FIELDS = tuple(
@@ -88,7 +89,7 @@ class Exchange:
         self._path = request.rel_url.raw_path
         identity = ReplyIdentity(secrets.token_hex(16), int(time.time()), secrets.randbits(62))
         self._headers = CIMultiDict(
-            (name, value) for name, value in request.headers.items() if name.lower() not in _HOP_HEADERS
+            (name, value) for name, value in request.headers.items() if name.lower() not in HOP_HEADERS
         )
         self._headers["accept-encoding"] = "identity"
         self._headers[_HEADER] = identity.header().decode()
@@ -96,13 +97,12 @@ class Exchange:
             self._headers["x-forwarded-for"] = ", ".join(
                 filter(None, (request.headers.get("x-forwarded-for"), request.remote))
             )
-        start = min((at for field in _PROMPT_FIELDS if (at := body.find(field)) >= 0), default=len(body))
         key = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
-        self._prefix = byte_prefix(body[start:], key.encode(errors="surrogateescape"), b"body")
-        self._num_tokens = (len(body) - start) // TOKEN_BYTES
+        self._prefix, self._num_tokens = prompt_prefix(body, key.encode(errors="surrogateescape"))
         self._reply: web.StreamResponse | None = None  # the stream to the client, once it has begun
         self._transfer: dict[str, Any] | None = None  # what a producer has said about the prompt's pages
-        self._delivered: Delivered | None = None  # None if the stream cannot move
+        # Comments of the parts that the client has got, read only if the stream moves; None if it cannot move.
+        self._comments: bytearray | None = None
 
     async def serve(self) -> web.StreamResponse:
         """Serve the request, and return the reply, which may have been sent already.
@@ -179,7 +179,7 @@ class Exchange:
         """Return why a request cannot be tried again after `num_deaths` deaths of replicas; None if it can."""
         if num_deaths >= self._config.max_deaths:
             message = f"{num_deaths} servers have died while they served this request; it is not tried again"
-        elif self._reply is not None and self._delivered is None:
+        elif self._reply is not None and self._comments is None:
             message = "the server has died, and a stream of this kind cannot continue on another one"
         else:
             return None
@@ -226,8 +226,8 @@ class Exchange:
     def _body_for_rest(self) -> bytes:
         """Return the body with the part of the stream that the client has got, if there is one."""
         fields: dict[str, Any] = {} if self._transfer is None else {KV_TRANSFER: self._transfer}
-        if self._delivered is not None and self._reply is not None:
-            fields[FIELD] = self._delivered.body_field()
+        if self._comments is not None and self._reply is not None:
+            fields[FIELD] = Delivered.from_comments(bytes(self._comments).split(b"\n")[:-1]).body_field()
         if not fields:
             return self._body
         return self._body.rstrip()[:-1] + b"," + json.dumps(fields, separators=(",", ":"))[1:].encode()
@@ -239,30 +239,24 @@ class Exchange:
     async def _relay(self, reply: aiohttp.ClientResponse, load: Load) -> web.StreamResponse:
         """Send a stream to the client as it comes, without the comments between its parts."""
         if self._reply is None:
-            self._delivered = Delivered() if _HEADER in reply.headers else None
+            self._comments = bytearray() if _HEADER in reply.headers else None
             self._reply = web.StreamResponse(status=reply.status, headers=_without_hops(reply.headers))
             await self._reply.prepare(self._request)
-        elif self._delivered is not None:
+        elif self._comments is not None:
             self._counts.num_moved += 1
-        kept = b""
+        write, kept = self._reply.write, b""  # it raises ConnectionResetError if the client has gone
         async for data in reply.content.iter_any():
-            if self._delivered is None:
-                await self._send(data)
+            if self._comments is None:
+                await write(data)
             else:
                 events, comments, kept = split_at_comments(kept + data)
                 for comment in comments:
-                    self._delivered.add(comment)
+                    self._comments += comment + b"\n"
                 if events:
-                    await self._send(events)
+                    await write(events)
             load.lower(ROW_CHARGE_TOKENS)
-        await self._send(kept)
-        await self._reply.write_eof()
+        await self._reply.write_eof(kept)
         return self._reply
-
-    async def _send(self, data: bytes) -> None:
-        """Send a part of the stream; ConnectionResetError if the client has gone."""
-        assert self._reply is not None, "the stream has begun"
-        await self._reply.write(data)
 
     async def _fail(self, error: BadRequestError) -> web.StreamResponse:
         """End the reply with an error: its only content, or the last event of a stream.
@@ -286,6 +280,17 @@ class Exchange:
         return BadRequestError(f"no server is ready: {problems or 'all refuse'}", None, "no_replica", 503)
 
 
+def prompt_prefix(body: bytes, key: bytes) -> tuple[Prefix, int]:
+    """Return the sampled prefixes of the prompt in a body, and its estimated number of tokens.
+
+    Args:
+        body: a request's body.
+        key: its key; prompts with different keys have nothing in common.
+    """
+    start = min((at for field in _PROMPT_FIELDS if (at := body.find(field)) >= 0), default=len(body))
+    return byte_prefix(body[start:], key, b"body"), (len(body) - start) // TOKEN_BYTES
+
+
 def _for_producer(body: bytes) -> bytes | None:
     """Return a body with which a producer computes the prompt; None if its pages cannot be transferred."""
     try:
@@ -304,7 +309,7 @@ def _for_producer(body: bytes) -> bytes | None:
 
 def _without_hops(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """Return a reply's headers without those that concern one connection or the router."""
-    dropped = _HOP_HEADERS | {_HEADER}
+    dropped = HOP_HEADERS | {_HEADER}
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in dropped)
 
 

@@ -35,7 +35,7 @@ def preempt_lower_classes(ledger: Ledger, policy: Policy, plan: StepPlan) -> Non
     num_rows = len(running) - sum(map(in_prefill, running.values()))
     budget_left = max(ledger.max_num_batched_tokens - num_rows, policy.reserved_prefill_tokens)
     num_starts = num_pages = 0
-    capacity: _ClassCapacity | None = None  # for the current class
+    capacity: _ClassCapacity | None = None  # belongs to the current class
     ledger.waiting.settle()
     with closing(ledger.waiting.in_order()) as order:
         for request in ledger.adapters.startable(order):  # a row that gives way to another request would be in vain

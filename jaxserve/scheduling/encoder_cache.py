@@ -101,7 +101,7 @@ class EncoderCache:
         self._decode_waits = False  # True if decoding rows wait for the current plan's step
         self._yields = False  # True if a part has left too little budget to other images
         self._waiting: list[tuple[Request, PreparedImage]] = []  # images to encode in parts
-        self._turns: dict[str, int] = {}  # by tenant: number of its last job
+        self._turns: dict[str, int] = {}  # tenant -> number of its last job
         self._num_jobs = 0
 
     def check_fits(self, request: Request) -> None:

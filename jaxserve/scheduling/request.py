@@ -118,7 +118,7 @@ class Request:
     arrival_s: Given[float] = 0.0  # arrival time, if classes have targets
     priority: Given[int] = 0  # class: lower numbers go first
     tenant: Given[str] = ""  # tenants get equal parts of a class's service, and of the cache
-    image_rows: dict[int, NDArray[np.int32]] = field(default_factory=dict)  # by image in use: its embeddings' rows
+    image_rows: dict[int, NDArray[np.int32]] = field(default_factory=dict)  # image in use -> its embeddings' rows
     num_shared_tokens: int = 0  # prompt tokens that the router expects to be cached when the request starts
 
     # Steps read these for every row, so they are adjacent in memory.

@@ -24,7 +24,7 @@ class RowTurns:
 
     def __init__(self, num_turns: int) -> None:
         self._num_turns = num_turns
-        self._latest: dict[int, int] = {}  # by slot: latest plan in which its row has sampled
+        self._latest: dict[int, int] = {}  # slot -> latest plan in which its row has sampled
         self._last_ended = -1  # latest plan that was read
 
     def resting(self, rows: Iterable[Request], step_id: int) -> Set[Request]:

@@ -28,7 +28,7 @@ def write_whole(path: Path, content: bytes, *, is_durable: bool = False) -> None
         if is_durable:
             _sync(temporary)
         temporary.replace(path)
-    if is_durable and os.name != "nt":  # where directories cannot be opened
+    if is_durable and os.name != "nt":  # Windows cannot open directories
         _sync(path.parent)
 
 

@@ -41,4 +41,4 @@ def test_a_step_copies_no_stack(targets, name, backend):
     writer = adapted._lowering(arch).writers()["set_adapter"]
     [compiled] = adapted._chip.compile_all([writer()])
     one = tree_bytes(replace(layout, num_slots=1).abstract(arch, None))
-    assert temp_bytes(compiled) < max(smallest, 2 * one)  # in float32, for row norms
+    assert temp_bytes(compiled) < max(smallest, 2 * one)  # float32 scales of row norms

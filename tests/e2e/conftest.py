@@ -65,7 +65,7 @@ def few_engines(engines: dict[tuple[tuple[str, Any], ...], DrivenEngine]) -> Ite
     """Drop the engines if they hold many programs; the next test that needs one starts it again."""
     before = (len(engines), compile_counter.count)
     yield
-    if before != (len(engines), compile_counter.count) and mappings.are_many():  # to count them takes 30 ms
+    if before != (len(engines), compile_counter.count) and mappings.are_many():  # counting them takes 30 ms
         engines.clear()
         jax.clear_caches()
         gc.collect()

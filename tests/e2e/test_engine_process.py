@@ -282,7 +282,7 @@ def test_parts_of_this_process_are_refused(llama: Path, options: dict[str, Any])
 def test_options_have_the_same_effect_in_a_process(
     llm: LLM, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")  # for the core process
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")  # the core process needs it
     own = {"event_log": str(tmp_path / "log")}
     own["speculative_config"] = {
         "method": "draft_model",

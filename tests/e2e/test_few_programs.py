@@ -19,7 +19,7 @@ def test_few_programs_give_the_same_tokens_as_many(start: Callable[..., DrivenEn
     with few_programs():
         engine = start(max_num_batched_tokens=40, multi_step=STEPS, compile_ahead="all")
     runner = engine.replicas[0].executor
-    assert sorted(runner.programs.table) == [(16, 1, 0, 0), (16, STEPS, 0, 0), (40, 1, 0, 0)]  # of at most four rows
+    assert sorted(runner.programs.table) == [(16, 1, 0, 0), (16, STEPS, 0, 0), (40, 1, 0, 0)]  # at most four rows each
     params = SamplingParams(temperature=1, max_tokens=12, ignore_eos=True, seed=5, frequency_penalty=0.5)
     for prompts in ([tokens(9, 0)], [tokens(n, n) for n in (20, 5, 14, 2)]):
         expected = generate(start(), prompts, params)

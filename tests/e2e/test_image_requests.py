@@ -132,7 +132,7 @@ def test_structured_outputs_after_pictures(served: Model) -> None:
     digits = [token_id for token_id, text in texts.items() if re.fullmatch("[0-9]", text)]
     pattern = SamplingParams(**GREEDY, structured_outputs=StructuredOutputsParams(regex="[0-9]{8}"))
     prompt = {"prompt": "Once <image> upon", "multi_modal_data": {"image": PICTURES[0]}}
-    for _ in range(2):  # then with cached pages
+    for _ in range(2):  # the second time with cached pages
         outputs = served.llm.generate([prompt, prompt], [pattern, SamplingParams(**GREEDY)], use_tqdm=False)
         constrained = served.greedy("Once <image> upon", PICTURES[0], prefix_allowed_tokens_fn=lambda *_: digits)
         assert ids_of(outputs) == [constrained, served.greedy("Once <image> upon", PICTURES[0])]

@@ -297,7 +297,7 @@ def test_another_process_finds_pages_of_a_mixture() -> None:
         schedule = ScheduleConfig(2, 16, max_model_len=32, page_size=4, num_pages=24, windows=arch.kv_layout.windows)
         backends = {"backend": "xla", "linear_backend": "xla"}
         lowering = Lowering(arch, {}, schedule, jax.numpy.dtype("float32"), **backends, max_steps=1)
-        return fingerprint(b"", EngineConfig("mixtral"), lowering)
+        return fingerprint(b"", EngineConfig("mixtral"), [lowering])
 
     mixture: Any = from_hf_config(checkpoints.hf_dict("mixtral"))
     here: Any = mixture.layers[0].experts.activation
@@ -383,10 +383,10 @@ def fail_all_programs(engine: DrivenEngine, monkeypatch: pytest.MonkeyPatch, nam
     """Make an engine's programs that move pages fail on the device."""
     mover = engine.replicas[0].mover
     assert isinstance(mover, PageMover)
-    programs = mover._kv.programs
-    for program in programs:
+    ((_, pools),) = mover._kv.stages
+    for program in pools.programs:
         if program.startswith(name):
-            monkeypatch.setitem(programs, program, fail_on_device)
+            monkeypatch.setitem(pools.programs, program, fail_on_device)
 
 
 def test_without_memory_for_copies_pages_are_dropped(

@@ -129,7 +129,7 @@ class TestRefusals:
         self, start: Start, caplog: pytest.LogCaptureFixture
     ) -> None:
         engine = start()
-        engine.reader._has_warned_of_length = False  # of tests before, which share the engine
+        engine.reader._has_warned_of_length = False  # earlier tests, which share the engine, sent some
         for prompt_len, max_tokens in ((58, 6), (60, 6), (61, 6)):
             output = generate(engine, [tokens(prompt_len, 0)], replace(GREEDY, max_tokens=max_tokens))[0].outputs[0]
             assert (len(output.token_ids), output.finish_reason) == (min(max_tokens, 64 - prompt_len), "length")

@@ -412,6 +412,22 @@ def test_bad_options_are_one_line_without_credentials(value: Any, words: str | N
     assert "secret" not in str(raised.value)
 
 
+@pytest.mark.parametrize("ahead_s", [-(10.0**6), 10.0**6])
+def test_clocks_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
+    """An engine whose clock is days ahead finds and keeps the pages of others, and deletes what is too old."""
+    config, now_s = KVStoreConfig(str(tmp_path), ttl_s=100.0), time.time
+    names = [f"{number:040x}" for number in range(3)]
+    DirectoryStore(tmp_path, config, Seal(b"", bytes(16))).write(names[0], b"page")
+    monkeypatch.setattr(time, "time", lambda: now_s() + ahead_s)
+    other = DirectoryStore(tmp_path, config, Seal(b"", bytes(16)))
+    assert other.read(names[0]) == b"page"
+    other.write(names[1], b"page")
+    os.utime(other._path(names[0]), (now_s() - 101,) * 2)
+    assert other.has(names) == [False, True, False]
+    other._sweep()
+    assert [other._path(name).exists() for name in names] == [False, True, False]
+
+
 def test_credentials_are_in_no_message(tmp_path: Path) -> None:
     config = KVStoreConfig("redis://user:secret@127.0.0.1:1/0", timeout_s=0.2)
     assert config.redis is not None
@@ -427,7 +443,7 @@ def test_credentials_are_in_no_message(tmp_path: Path) -> None:
         KVStoreConfig("/tmp", key_file=str(short)).read_key()
     assert "secret" not in repr(config)
     with pytest.raises(ConfigError, match=r"kv_store must be None with .*127\.0\.0\.1:1/0") as refused:
-        EngineConfig(kv_store=config, pipeline_parallel_size=2)
+        EngineConfig(kv_store=config, sparse_attention=64)
     assert "secret" not in str(refused.value)
     with pytest.raises(ConfigError, match="kv_role needs kv_store"):
         EngineConfig(kv_role="kv_producer")

@@ -143,7 +143,7 @@ def test_requests_can_be_finished_first(
         busy_step(engine)
     engine.update_weights(other, running="finish")
     assert not engine.frontend.has_unfinished()
-    engine.step()  # which returns what has ended
+    engine.step()  # returns what has ended
     for output, wanted in zip(outputs, expected, strict=True):
         assert_same(output, wanted)
 

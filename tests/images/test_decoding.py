@@ -18,6 +18,7 @@ from jaxserve.images import decoding
 from jaxserve.images.deadline import Deadline
 from jaxserve.images.decoding import Decoders
 from jaxserve.images.processor import as_rgb
+from jaxserve.system.child_process import ChildProcess
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (23, 31, 3), np.uint8)
 
@@ -35,12 +36,18 @@ def encoded(kind: str, image: Image.Image | None = None, **options: object) -> b
     return file.getvalue()
 
 
-def png(width: int, height: int, data: bytes) -> bytes:
-    def chunk(name: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+def chunk(name: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
+
+def png(width: int, height: int, data: bytes) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def gif(screen: int, frame: int) -> bytes:
+    header = struct.pack("<HHBBB", screen, screen, 0x80, 0, 0) + bytes(6)
+    return b"GIF89a" + header + struct.pack("<cHHHHB", b",", 0, 0, frame, frame, 0) + b"\x02\x02\x4c\x01\x00;"
 
 
 def decode(decoders: Decoders, data: bytes) -> Image.Image:
@@ -95,6 +102,29 @@ def test_photographs_are_turned_upright(decoders):
     assert decode(decoders, encoded("JPEG", image, exif=image.getexif())).size == (23, 31)
 
 
+def test_huge_and_circular_metadata(decoders):
+    """EXIF is read only for the orientation; compressed metadata is no way around the limits."""
+    plain = encoded("PNG")
+
+    def beside(name: bytes, content: bytes) -> bytes:
+        return plain[:33] + chunk(name, content) + plain[33:]
+
+    def exif(*entries: tuple[int, int, int, int]) -> bytes:
+        listed = b"".join(struct.pack(">HHII", *entry) for entry in entries)
+        return b"MM\0*\0\0\0\x08" + struct.pack(">H", len(entries)) + listed + struct.pack(">I", 8)
+
+    upright, turned = (31, 23), (23, 31)
+    orientation, itself = (0x0112, 3, 1, 6 << 16), (0x8769, 4, 1, 8)
+    large = [(tag, 7, 2**22, 8) for tag in range(20)]
+    assert decode(decoders, beside(b"eXIf", exif(*large, orientation, itself) + bytes(2**22))).size == turned
+    assert decode(decoders, beside(b"eXIf", exif((1, 2, 2**31 - 1, 2**31 - 1)))).size == upright
+    bomb = zlib.compress(bytes(2**24))
+    for name, head in ((b"zTXt", b"a\0\0"), (b"iTXt", b"a\0\1\0\0\0"), (b"iCCP", b"a\0\0")):
+        with pytest.raises(RequestError, match="Decompressed data too large"):
+            decode(decoders, beside(name, head + bomb))
+    check_serves(decoders)
+
+
 SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>'
 
 
@@ -110,6 +140,8 @@ SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><image href
         (encoded("JPEG")[:-200], "cannot be decoded"),
         (encoded("WEBP")[:100], "decoded|formats"),
         (png(60000, 60000, zlib.compress(b"")), "pixels, and may have|more than"),
+        (gif(screen=1, frame=60000), "more than"),
+        (gif(screen=60000, frame=1), "more than"),
         (png(8192, 8193, zlib.compress(b"")), "8192 x 8193 pixels"),
         (png(5000, 5000, zlib.compress(bytes(1000))), "cannot be decoded"),
         (png(10, 10, b"no zlib"), "cannot be decoded"),
@@ -145,6 +177,19 @@ def test_files_that_take_too_long_or_too_much_memory_end_only_their_process(monk
     monkeypatch.undo()
     check_serves(decoders)
     decoders.close()
+
+
+def test_an_interrupted_decoding_answers_no_later_file(decoders, monkeypatch):
+    check_serves(decoders)
+
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(ChildProcess, "read_line", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            decode(decoders, encoded("PNG", Image.new("RGB", (5, 5))))
+    check_serves(decoders)
 
 
 @pytest.mark.long

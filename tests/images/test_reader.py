@@ -152,11 +152,11 @@ def test_all_images_of_a_prompt_have_one_deadline(monkeypatch):
     assert reader.prepare(inputs(PICTURE)), "a caller's own image needs no time"
 
 
-@pytest.mark.parametrize("prompt_s", [0.02, 60.0])
+@pytest.mark.parametrize("prompt_s", [0.1, 60.0])
 def test_waiting_for_a_decoder_is_no_fault_of_the_images(monkeypatch, prompt_s):
     reader = new_reader()
     monkeypatch.setattr("jaxserve.images.reader.PROMPT_S", prompt_s)
-    monkeypatch.setattr(decoding, "DECODE_S", 0.01)
+    monkeypatch.setattr(decoding, "DECODE_S", 0.03)
     monkeypatch.setattr(reader._decoders, "_free", [])
     with pytest.raises(BusyError, match="image 1 of the prompt: images of others are being decoded"):
         reader.prepare(inputs(encoded()))
@@ -237,6 +237,15 @@ def test_images_of_unfinished_requests_are_bounded(monkeypatch):
     held.clear()
     assert reader.living.num_bytes == 0, "the cache gives way to requests"
     reader.prepare(inputs(Image.new("RGB", (168, 300))))
+
+
+def test_a_prompt_never_waits_for_its_own_images(monkeypatch):
+    monkeypatch.setattr("jaxserve.images.reader.MIN_LIVING_BYTES", 0)
+    sizes = [Image.new("RGB", (168, 168 + 28 * i)) for i in range(5)]
+    with pytest.raises(RequestError, match="image 5 of the prompt: needs too much memory after") as caught:
+        new_reader(cache_bytes=1_400_000).prepare(inputs(*sizes))
+    assert not isinstance(caught.value, BusyError), "a client that tries again has no more success"
+    assert len(new_reader(cache_bytes=1_400_000).prepare(inputs(*sizes[:1] * 9))) == 9, "one image counts once"
 
 
 def test_options_of_the_processor(reader):

@@ -93,15 +93,15 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(monkeypa
 
     sets = {"old": (8, ["-mold"]), "new": (8, ["-munknown"]), "old_bytes": (8, ["-mbytes"]), "new_bytes": (8, [])}
     monkeypatch.setattr(build, "INSTRUCTION_SETS", sets)
-    monkeypatch.setattr(build, "PLAIN", {"old_bytes": "old", "new_bytes": "new"})  # which is not there
+    monkeypatch.setattr(build, "PLAIN", {"old_bytes": "old", "new_bytes": "new"})  # does not exist
     monkeypatch.setattr(build.BuildKernels, "_compile", compile_one)
     objects = build.BuildKernels(setuptools.Distribution({"name": "x"}))._compile_all()
-    assert objects == ["ffi.o", "generic.o", "old.o", "old_bytes.o"]  # what every processor runs comes first
+    assert objects == ["ffi.o", "generic.o", "old.o", "old_bytes.o"]  # every processor runs the first one
     flags_of = dict(compiled)  # of the handlers those of the second time, without what was left out
     assert [flag for flag in flags_of["ffi"] if "NATIVE_HAS" in flag] == ["-DNATIVE_HAS_old", "-DNATIVE_HAS_old_bytes"]
     assert "-DNATIVE_PLAIN=old" in flags_of["old_bytes"]
 
-    monkeypatch.setattr(build, "BASELINE", (4, ["-munknown"]))  # without it there is no library
+    monkeypatch.setattr(build, "BASELINE", (4, ["-munknown"]))  # no library can be built
     with pytest.raises(CompileError):
         build.BuildKernels(setuptools.Distribution({"name": "x"}))._compile_all()
 

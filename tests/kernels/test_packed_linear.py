@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # options that compile programs soon
 
 
-EPS = 1e-5  # of all norms
+EPS = 1e-5  # epsilon, the same in all norms
 
 
 @partial(jax.jit, compiler_options=UNOPTIMIZED)

@@ -165,7 +165,7 @@ def test_abandoned_and_forked_files_are_unlocked(tmp_path):
     gc.collect()
     archive = open_archive(tmp_path)
     assert archive.read(key(1)) == page(1)
-    copy = os.dup(archive._file)  # like the file of a forked process, which shares the lock
+    copy = os.dup(archive._file)  # a forked process has such a file and shares the lock
     archive.close()
     archive = open_archive(tmp_path)
     assert archive.read(key(1)) == page(1)
@@ -256,7 +256,7 @@ def test_a_state_takes_several_slots_and_is_read_whole_or_not_at_all(tmp_path):
         assert set(archive.keys) == {key(1), *others}
         assert (archive.read(key(1)), archive.read(name)) == (page(1), expected)
         archive.archive.delete(PageKey(STATES - 1, bytes(16)))
-        archive.archive.write(key(2), page(2))  # in the slot of a slice
+        archive.archive.write(key(2), page(2))  # overwrites a slice's slot
         archive.archive.close()
     archive = SlicedArchive(open_archive(tmp_path), len(state))
     assert set(archive.archive.keys) == {key(1), key(2)}, "slices are left"

@@ -141,7 +141,7 @@ def check(tmp_path, model, configs, *, is_native, is_scanned=False, extras=LORA_
         own = layout.place(read_adapter(tmp_path / name), arch, None)
         stacks = set_adapter(stacks, jnp.int32(slot), own, params if layout.reads_weights else {})
     ids = np.random.default_rng(0).integers(3, arch.vocab_size, NUM_TOKENS).astype(np.int32)
-    ids[-4:] = [7, 4, 130, 30]  # which some adapters train
+    ids[-4:] = [7, 4, 130, 30]  # some adapters train it
     names = [*configs, "__base__"]
     pefts["__base__"] = pefts[names[0]]
     expected = [separate_logits(pefts[name], ids.tolist(), name) for name in names]

@@ -28,7 +28,7 @@ from tests.random_configs import random_configs
 SLIDING, FULL = "sliding_attention", "full_attention"
 TOKEN_IDS = np.random.default_rng(0).integers(0, 131, 40).astype(np.int32)
 Sizes = dict[str, tuple[int, ...]]  # shapes of parameters by name
-ABSENT = object()  # for a field that a change removes
+ABSENT = object()  # stands for a field that a change removes
 # Fields of transformers' classes that change no logits of a model in evaluation, and why.
 NO_EFFECT = {
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "classifier_dropout"),
@@ -40,7 +40,7 @@ NO_EFFECT = {
     "num_mtp_layers",  # layers that draft
     "is_decoder",  # of encoders
 }
-ALSO_READ = {"eos_token_id", "num_local_experts", "num_experts"}  # by other means than `read_fields`
+ALSO_READ = {"eos_token_id", "num_local_experts", "num_experts"}  # read without `read_fields`
 WINDOW = {"sliding_window": 5}
 BY_KIND = {FULL: {"rope_type": "default", "rope_theta": 50.0}, SLIDING: {"rope_type": "default", "rope_theta": 500.0}}
 SCALED = {"rope_type": "linear", "factor": 3.0}

@@ -351,7 +351,7 @@ def test_absent_fields_have_the_defaults_of_transformers(family, name):
     if name == "attention_types":
         sizes |= {"num_hidden_layers": 24, name: [[["local"], 24]]}
     if name == "qk_rope_head_dim" and family in INDEXED:
-        sizes["index_head_dim"] = 64  # at least the default
+        sizes["index_head_dim"] = 64  # the default or more
     config = without(hf_dict(family, **sizes, head_dim=16), name)
     read = CONFIGS[family](**config).to_dict()
     assert registry.from_hf_config(config) == registry.from_hf_config({**config, **read})

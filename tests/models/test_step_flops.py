@@ -114,7 +114,7 @@ def test_steps_read_tables_by_rows_and_all_else_whole(family: str) -> None:
     has_positions = "position_embed" in params
     inputs = (
         4 * arch.num_layers * arch.per_layer_embeddings.size if arch.per_layer_embeddings else 0
-    )  # of all layers, for a token
+    )  # all layers, one token
     assert lookup_bytes(params, specs, device_bytes) == 4 * arch.hidden_size * (1 + has_positions) + inputs
     tables = has_positions * positions + (
         arch.per_layer_embeddings.vocab_size * inputs if arch.per_layer_embeddings else 0

@@ -101,7 +101,7 @@ def test_what_a_template_writes_is_read_again(name: str) -> None:
     check()
 
 
-VALUES: list[tuple[str, str]] = [  # what stands for the arguments, and the arguments
+VALUES: list[tuple[str, str]] = [  # the arguments' mark, and the arguments
     (json.dumps('{"a": "\\u00e9\\"}", "b": [1]}'), '{"a": "\\u00e9\\"}", "b": [1]}'),
     (json.dumps(json.dumps({"x": "{" * 2000})), json.dumps({"x": "{" * 2000})),  # longer than any head
     ('"東 \\ud83d\\ude00"', "東 😀"),  # not JSON at all, but what the model says

@@ -115,7 +115,7 @@ def test_an_impostor_runs_nothing_and_holds_nobody_up(tmp_path: Path, monkeypatc
     idle = [socket.create_connection(address, timeout=5) for _ in range(8)]
     for sock in (*strangers, *idle):
         sock.close()
-    for _ in range(100):  # until there is a place for it
+    for _ in range(100):  # waits until there is a place
         try:
             follower = Channel(socket.create_connection(address, timeout=5), KEY, is_leader=False, silence_s=5)
             break

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -69,12 +70,24 @@ def test_a_faster_replica_gets_more() -> None:
     assert 2.4 < loads[1] / loads[0] < 3.6
 
 
+def test_a_replica_that_reports_no_load_gets_no_more_than_others() -> None:
+    """The router counts what it has given it."""
+    with ExitStack() as open_requests, routed([Replica(load={"num_running": 0}), Replica()]) as router:
+        both = router.app.replicas
+        for number in range(40):
+            choice = both.choose(NO_PREFIX, 100)
+            assert choice is not None
+            open_requests.enter_context(both.serving(choice[0], NO_PREFIX, 100))
+            assert abs(both.all[0].num_requests - both.all[1].num_requests) <= 1, number
+        open_requests.close()
+
+
 def test_another_replica_takes_what_one_refuses() -> None:
     replicas = [Replica(), Replica()]
     with routed(replicas) as router:
         post(router)
         first = next(replica for replica in replicas if replica.bodies)
-        first.status = 503  # before the next poll finds out
+        first.status = 503  # precedes the next poll, which finds out
         assert [post(router).status_code for _ in range(4)] == [200] * 4
         replicas[0].status = replicas[1].status = 503
         reply = post(router)

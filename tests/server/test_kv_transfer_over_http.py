@@ -1,5 +1,7 @@
 """Prefill on one server and decode on another: vLLM's protocol, by hand and through the router."""
 
+import json
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -80,6 +82,36 @@ def test_a_consumer_computes_only_the_last_token(pair: Pair, num_tokens: int, fi
     assert by_tier == {"device": 0, "host": 0, "disk": 0, "store": num_tokens - 1}
     assert producer.engine.stats.num_stored_pages - stored == num_pages
     assert consumer.engine.stats.num_loaded_pages - loaded == num_pages
+
+
+@pytest.mark.parametrize("endpoint", ["/completions", "/chat/completions"])
+def test_a_proxy_for_vllm_works(pair: Pair, endpoint: str) -> None:
+    """The exchange of vLLM's example of a proxy before producers and consumers: it sends these fields and headers."""
+    text = f"def {endpoint[1:4]}("
+    chat = {"messages": [{"role": "user", "content": text}], "max_completion_tokens": 6}
+    body = {"prompt": text, "max_tokens": 6} if endpoint == "/completions" else chat
+    body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 2}
+    headers = {"Authorization": "Bearer None", "X-Request-Id": str(uuid.uuid4())}
+
+    def decode(sent: dict[str, Any]) -> tuple[str, int]:
+        """Return the text of a streamed reply, and its cached tokens."""
+        reply = pair.consumer.client.post("/v1" + endpoint, json=sent, headers=headers)
+        assert reply.status_code == 200, reply.text
+        events = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")]
+        choices = [choice for each in events for choice in each["choices"]]
+        text = "".join(choice.get("delta", {}).get("content") or choice.get("text") or "" for choice in choices)
+        return text, events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    expected, _ = decode(body | {"cache_salt": "alone"})
+    empty = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    produced = body | {"kv_transfer_params": PRODUCE | empty, "stream": False, "max_tokens": 1}
+    if "max_completion_tokens" in produced:
+        produced["max_completion_tokens"] = 1
+    del produced["stream_options"], produced["min_tokens"]
+    reply = pair.producer.client.post("/v1" + endpoint, json=produced, headers=headers)
+    assert reply.status_code == 200, reply.text
+    params = reply.json()["kv_transfer_params"]
+    assert decode(body | {"kv_transfer_params": params}) == (expected, params["remote_num_tokens"])
 
 
 def test_other_weights_and_versions_are_refused_by_name(pair: Pair, server: Running) -> None:

@@ -111,7 +111,7 @@ def test_a_stream_adds_up_to_the_whole_reply(  # noqa: PLR0912 - a case for each
             merge(choices.setdefault(choice["index"], {}), choice)
     for choice in choices.values():
         if url == COMPLETIONS:
-            choice["prompt_logprobs"] = None  # of whole replies alone
+            choice["prompt_logprobs"] = None  # whole replies only
         if url == CHAT:
             choice["message"] = {"refusal": None, "reasoning": None} | choice.pop("delta")
             if choice["logprobs"] is not None:

@@ -97,7 +97,7 @@ BY_DEFAULT = ("Q8_0", "Q4_K", "qwen2", "llama3", "mixed", "gemma2", "gemma3 line
 BY_DEFAULT += ("phi2 fused", "mixtral", "qwen2_moe", "qwen3_moe")
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 EXPERTS = {"moe_intermediate_size": 96, "decoder_sparse_step": 1, "mlp_only_layers": []}
-CASES: dict[str, dict[str, Any]] = {  # of one layer, but for Gemma
+CASES: dict[str, dict[str, Any]] = {  # one layer's names, but for Gemma
     **{kind: {"kind": kind} for kind in KINDS},
     "tied": {"kind": "Q8_0", "tie_word_embeddings": True},
     "biases": {"kind": "F16", "attention_bias": True, "mlp_bias": True},
@@ -127,7 +127,7 @@ CASES: dict[str, dict[str, Any]] = {  # of one layer, but for Gemma
 def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     """Logits are those of the model that was written; transformers reads the same from the file."""
     model = write_gguf(tmp_path / "model.gguf", **{**ONE_LAYER, **CASES[name]})
-    is_native = name not in KINDS and packed_linear.unsupported("int4", "cpu") is None  # whose programs are smaller
+    is_native = name not in KINDS and packed_linear.unsupported("int4", "cpu") is None  # has smaller programs
     arch, _, params = loaded(tmp_path / "model.gguf", native=is_native)
     ids = np.random.default_rng(0).integers(0, arch.vocab_size, 40).astype(np.int32)
     expected = reference_logits(model, ids)

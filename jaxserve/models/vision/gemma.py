@@ -168,7 +168,7 @@ def _gemma4_specs(arch: VisionArch) -> list[ParamSpec]:
 def _embed_gemma4(p: Params, arch: VisionArch, inputs: EncoderInputs) -> Float[Array, "P D"]:
     """Return the first layer's inputs: patches scaled to [-1, 1], and embeddings of their columns and rows."""
     table = p[POSITION_EMBED]
-    scaled = 2 * (jnp.asarray(inputs.patches) - 0.5)  # in float32: a narrower dtype has few values around 0.5
+    scaled = 2 * (jnp.asarray(inputs.patches) - 0.5)  # float32: a narrower dtype has few values around 0.5
     x = linear(scaled.astype(table.dtype), p["patch_proj"])
     positions = jnp.asarray(inputs.positions)
     return x + table[0][positions[:, 1]] + table[1][positions[:, 0]]

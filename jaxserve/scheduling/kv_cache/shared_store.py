@@ -127,6 +127,26 @@ class DirectoryStore:
             self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"kv_store must be a directory to write to, got {config.shown}: {error}") from error
+        self._ahead_s = self._clock_difference_s()
+
+    def _clock_difference_s(self) -> float:
+        """Return how far the file system's clock is ahead of this machine's, if files can be written.
+
+        Files of a network have the times of their server, whose clock may differ.
+        """
+        probe = self._own / "00" / f".{secrets.token_hex(8)}.tmp"
+        try:
+            probe.parent.mkdir(mode=0o700, exist_ok=True)
+            with open(probe, "xb", opener=_open_private):
+                ahead_s = probe.stat().st_mtime - time.time()
+            probe.unlink()
+        except OSError:
+            return 0.0
+        return ahead_s
+
+    def _now_s(self) -> float:
+        """Return the time by the file system's clock."""
+        return time.time() + self._ahead_s
 
     def has(self, names: Sequence[str]) -> list[bool]:
         """Return whether there are files of these names that are not too old."""
@@ -135,7 +155,7 @@ class DirectoryStore:
     def _age_s(self, name: str) -> float | None:
         """Return the time since a file's last use; None without one."""
         try:
-            age_s = time.time() - self._path(name).stat().st_mtime
+            age_s = self._now_s() - self._path(name).stat().st_mtime
         except OSError:
             return None
         return age_s if age_s < self._ttl_s else None
@@ -191,7 +211,8 @@ class DirectoryStore:
     def _sweep(self) -> None:
         """Delete the key's pages that are too old, and beyond the size those used longest ago."""
         self._sweep_at_s, self._num_written = time.monotonic() + _SWEEP_S, 0
-        now_s = time.time()
+        self._ahead_s = self._clock_difference_s()
+        now_s = self._now_s()
         pages = sorted(self._pages(now_s), key=lambda page: page.used_s)
         num_bytes = sum(page.num_bytes for page in pages)
         for page in pages:

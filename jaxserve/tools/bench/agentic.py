@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 _TURNS, _TURN_SPREAD = 43.0, 0.6  # median, and the logarithm's standard deviation
-_RESULT_SPREAD = 1.0  # for the tokens that a turn adds
-_PAUSE_S, _PAUSE_SPREAD = 3.0, 1.3  # for tool calls
+_RESULT_SPREAD = 1.0  # distribution: tokens that a turn adds
+_PAUSE_S, _PAUSE_SPREAD = 3.0, 1.3  # distribution: pauses of tool calls
 _LEAST_TURNS = 2
 
 

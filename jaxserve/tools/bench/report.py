@@ -44,7 +44,7 @@ def build_report(engine: "DrivenEngine", kind: str, workload: Workload, load: Js
             "kv_dtype": pool_dtype(engine.config, dtype).name,
         },
         "config": dataclasses.asdict(dataclasses.replace(engine.config, kv_store=None))
-        | {"kv_store": engine.config.store and repr(engine.config.store)},  # without credentials
+        | {"kv_store": engine.config.store and repr(engine.config.store)},  # credentials are left out
         "schedule": dataclasses.asdict(engine.schedule),
         "workload": _described(workload) | load,
         "runs": [],

@@ -70,11 +70,11 @@ class ModelledExecutor:
         self.now_s = 0.0
         self._rooflines = rooflines
         self.busy_s = [0.0] * len(rooflines)
-        self._sampled_s = [0.0] * self.schedule.max_num_seqs  # by slot: end of the latest step that has sampled
+        self._sampled_s = [0.0] * self.schedule.max_num_seqs  # slot -> end of the latest step that has sampled
         weight_bytes, flops = roofline.weight_reads.step, flop_counts(roofline.arch).step
         self.costs = Costs(roofline.kv_token_bytes, weight_bytes, flops)
         self._programs = [StepShape(size) for size in self.schedule.buckets()]
-        self._free_s = [0.0] * len(rooflines)  # by stage: end of the last step launched
+        self._free_s = [0.0] * len(rooflines)  # stage -> end of the last step launched
 
     def fit(self, step: StepShape) -> StepShape | None:
         """Return the program for a step of one round; the roofline does not model the gain from more rounds."""

@@ -9,6 +9,7 @@ from jaxserve.assembly.parameters import adapter_layout
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.tools.planner.host_memory import HostMemory
+from jaxserve.tools.planner.images import ImagePlan, plan_images
 from jaxserve.tools.planner.program import StepCompiler, StepProgram
 from jaxserve.tools.planner.remedies import Remedy, find_fitting_len, find_remedies
 from jaxserve.tools.planner.sizes import Memory, Sizes
@@ -81,7 +82,9 @@ class Plan:
         fitting_len: if the model does not fit, the largest max_model_len that fits, or 0 if none does; None if it fits.
         host: host memory for pages; None for none.
         remedies: options with which the model fits, or lacks less memory, if no max_model_len fits.
-        stages: pipeline stages; other attributes are for the one with the least memory for pages, except `speed`.
+        stages: pipeline stages; other attributes are for the one with the least memory for pages, except `speed` and
+            `images`.
+        images: vision tower; None if the model takes no images.
     """
 
     model: str
@@ -103,6 +106,7 @@ class Plan:
     host: HostMemory | None = None
     remedies: tuple[Remedy, ...] = ()
     stages: tuple[StagePlan, ...] = ()
+    images: ImagePlan | None = None
 
     @property
     def num_chips(self) -> int:
@@ -171,7 +175,8 @@ def make_plan(
     divided = tuple(
         StagePlan(stage.arch.num_layers, stage.memory.weights * target.devices_per_chip) for stage in stages
     )
-    plan = Plan(*names, chip_memory, num_expert_shards=num_shards, host=sizes.host, stages=divided)
+    images = next(filter(None, map(plan_images, stages)), None)
+    plan = Plan(*names, chip_memory, num_expert_shards=num_shards, host=sizes.host, stages=divided, images=images)
     if sheet is None or memory.missing:
         return _advised(plan, config, memory, advises)
     lengths = prompt_tokens, context_tokens, batch

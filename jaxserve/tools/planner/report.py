@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxserve.assembly.memory import CPU_POOL_FRACTION
 from jaxserve.tools.figures.tables import Row, align, number
+from jaxserve.tools.planner.images import ImageCost
 from jaxserve.tools.planner.plan import Plan, Speed
 from jaxserve.tools.planner.program import StepProgram
 from jaxserve.tools.planner.remedies import Remedy
@@ -58,6 +59,13 @@ def build_report(plan: Plan) -> Json:
         ],
         "limit_bytes_per_chip": memory.limit,
         "weights_bytes_per_chip": memory.weights,
+        "images": plan.images
+        and {
+            "tower_bytes_per_chip": plan.images.tower_bytes,
+            "cache_bytes_per_chip": memory.images,
+            "cache_embeddings": schedule.num_encoder_rows,
+            "programs": list(map(asdict, plan.images.costs)),
+        },
         "slots_bytes_per_chip": memory.slots,
         "reserve_bytes_per_chip": memory.reserve,
         "outside_bytes_per_chip": memory.outside,
@@ -114,6 +122,8 @@ def render(plan: Plan) -> str:
         blocks += _warm_up(plan.program_s)
     if plan.speed is not None:
         blocks += _speed(plan, plan.speed)
+    if plan.images is not None:
+        blocks += _images(plan.images.costs)
     if len(plan.stages) > 1:
         blocks += _stages(plan)
     return "\n\n".join(blocks)
@@ -168,7 +178,10 @@ def _memory(plan: Plan) -> list[Row]:
         rows.append(("memory XLA takes", f"{_gb(memory.limit)} of {_gb(sheet.memory_bytes)} on each chip"))
     else:
         rows.append(("this machine", f"{_gb(memory.limit)}, the pool has 1/{1 / CPU_POOL_FRACTION:.0f} of it at most"))
-    rows += [("weights", _gb(memory.weights)), ("slots of requests", _gb(memory.slots))]
+    rows.append(("weights", _gb(memory.weights)))
+    if plan.images is not None:
+        rows.append(("", f"of it {_gb(plan.images.tower_bytes)} for the vision tower"))
+    rows.append(("slots of requests", _gb(memory.slots)))
     if memory.images:
         num_rows = plan.schedule.num_encoder_rows
         rows.append(("", f"of it {_gb(memory.images)} for {num_rows} embeddings of images"))
@@ -245,6 +258,21 @@ def _speed(plan: Plan, speed: Speed) -> list[str]:
     )
     rows = [(str(count), number(ms), number(speed.tokens_per_s[count])) for count, ms in speed.step_ms.items()]
     return ["\n".join(lines), align([("rows", "ms a step", "tokens/s"), *rows], header=True)]
+
+
+def _images(costs: Sequence[ImageCost]) -> list[str]:
+    """Return the blocks with the cost of images, by the tower's programs."""
+    is_timed = any(cost.encode_ms is not None for cost in costs)
+    header = ("patches", "embeddings", "FLOPs as of text tokens", *(["ms to encode"] if is_timed else []))
+    rows = [
+        (
+            *map(str, (cost.patches, cost.embeddings, cost.text_tokens)),
+            *([] if cost.encode_ms is None else [number(cost.encode_ms)]),
+        )
+        for cost in costs
+    ]
+    title = "an image that fills a program of the vision tower; each embedding is a token of its prompt"
+    return [title, align([header, *rows], header=True)]
 
 
 def _stages(plan: Plan) -> list[str]:

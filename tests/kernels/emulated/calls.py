@@ -225,7 +225,7 @@ def solve_attention(
     machine.clear()
     out, rank = results[0], int(attributes["rank"])
     head_dim = qkv.shape[2]
-    num_vectors = qkv.shape[1] - out.shape[1]  # of a token
+    num_vectors = qkv.shape[1] - out.shape[1]  # vectors per token
     num_parts = 1
     if not rank:
         stored = head_dim

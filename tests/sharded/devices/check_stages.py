@@ -1,6 +1,7 @@
 """Pipeline stages: the tokens and log probabilities of one stage, bit by bit, without a copy or a wait too many."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -36,16 +37,22 @@ Start = Callable[..., DrivenEngine]
 
 
 @pytest.fixture(scope="module")
-def start_stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """Start an engine of a model of several layers, or reuse it."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of several layers."""
     path = tmp_path_factory.mktemp("llama")
     write_checkpoint(path, "llama", **MODEL | {"num_hidden_layers": LAYERS})
+    return path
+
+
+@pytest.fixture(scope="module")
+def start_stages(checkpoint: Path) -> Iterator[Start]:
+    """Start an engine of the checkpoint, or reuse it."""
     engines: list[DrivenEngine] = []
 
     @cache
     def start(num_stages: int = 1, num_devices: int = 1, num_replicas: int = 1) -> DrivenEngine:
         sizes = {"tensor_parallel_size": num_devices, "data_parallel_size": num_replicas}
-        config = EngineConfig(str(path), pipeline_parallel_size=num_stages, **STAGE_SIZES | sizes)
+        config = EngineConfig(str(checkpoint), pipeline_parallel_size=num_stages, **STAGE_SIZES | sizes)
         engines.append(DrivenEngine(config))
         return engines[-1]
 
@@ -200,6 +207,34 @@ def test_steps_take_one_copy_per_stage_and_no_wait(
     assert engine.stats.num_compiles == 0
 
 
+@pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
+@pytest.mark.parametrize("family", mainly(["llama"], "gemma3", *STATE_FAMILIES))
+@pytest.mark.parametrize("tier", mainly(["disk"], "host"))
+def test_stages_load_and_swap_their_pages(checkpoint: Path, tmp_path: Path, family: str, tier: str) -> None:
+    """Rows that do not fit are swapped out; later prompts find all earlier pages, on disk also in a new engine."""
+    if family != "llama":
+        checkpoint = tmp_path / "model"
+        write_checkpoint(checkpoint, family, **HYBRID if family in STATE_FAMILIES else {})
+    options = {"disk": {"kv_offloading_path": str(tmp_path / "pages")}, "host": {"kv_offloading_size": 0.01}}[tier]
+    params = SamplingParams(temperature=1, seed=5, max_tokens=12, ignore_eos=True, logprobs=1)
+    prompts = [tokens(33, number) for number in range(5)]
+
+    def outputs(num_stages: int, **options: Any) -> list[Any]:
+        config = EngineConfig(str(checkpoint), pipeline_parallel_size=num_stages, **STAGE_SIZES | options)
+        with closing(DrivenEngine(config)) as engine:
+            found = [generate(engine, prompts, params) for _ in range(2)]
+            if (mover := engine.replicas[0].mover) is not None:
+                mover.sync()
+                assert any(getattr(output.cached_tokens, tier) for output in found[1])
+            assert engine.stats.num_compiles == 0
+        return [*found[0], *found[1]]
+
+    expected = outputs(1)
+    for _ in range(1 + (tier == "disk")):
+        for output, wanted in zip(outputs(2, **options), expected, strict=True):
+            assert_bitwise(output, wanted)
+
+
 def test_replicas_have_stages_each(start_stages: Start) -> None:
     workload = [Job(tokens(9 + n, n), SamplingParams(temperature=0, max_tokens=6, logprobs=1)) for n in range(6)]
     assert_all_bitwise(start_stages(2, 1, 2), start_stages(1), workload)
@@ -244,7 +279,6 @@ def test_a_failed_stage_loses_no_later_request(start_stages: Start, monkeypatch:
         ({"pipeline_parallel_size": 6}, "must be at most 5, the number of stages with attention into which the 5"),
         ({"pipeline_parallel_size": 5, "tensor_parallel_size": 2}, "got 2 x 5 x 1 and 8"),
         ({"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}}, "speculative_config must be None"),
-        ({"pipeline_parallel_size": 2, "kv_offloading_size": 1}, "kv_offloading_size must be None"),
         (
             {"pipeline_parallel_size": 2, "enable_lora": True, "lora_extras": ["embeddings"]},
             "lora_extras must not have 'embeddings'",
