@@ -1,4 +1,4 @@
-"""Images in a plan: the vision tower's weights, and the cost of an image in embeddings, text tokens and time."""
+"""Images in a plan: the vision tower's weights, and an image's cost in embeddings, text tokens and time."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from jaxserve.tools.planner.sizes import Sizes
 
 @dataclass(frozen=True)
 class ImageCost:
-    """Cost of an image that fills one of the tower's programs.
+    """Cost for an image that fills a tower program.
 
     Attributes:
         patches: patches, with padding.
-        embeddings: maximum number of embeddings; each is a prompt token with keys and values.
+        embeddings: maximum embedding count; each is a prompt token with keys and values.
         text_tokens: text tokens that take as many FLOPs as the tower, counted in the step's budget.
         encode_ms: time in the tower that the data sheet allows; None on a CPU.
     """
@@ -30,8 +30,8 @@ class ImagePlan:
     """A model's vision tower on a target.
 
     Attributes:
-        tower_bytes: part of the weights per chip for the tower.
-        costs: costs of images, by the tower's programs.
+        tower_bytes: weight bytes per chip for the tower.
+        costs: image costs, by tower program.
     """
 
     tower_bytes: int
@@ -39,7 +39,7 @@ class ImagePlan:
 
 
 def plan_images(sizes: Sizes) -> ImagePlan | None:
-    """Return the plan for images; None if the model, or this stage of it, has no tower."""
+    """Return the plan for images; None if the model, or its stage, has no tower."""
     images = sizes.local.images
     if images is None or VISION not in sizes.params:
         return None
