@@ -81,10 +81,10 @@ class ImageSources:
         """Return a file from a web server; RequestError if it is not allowed, or does not send the file in time."""
         host = (url.hostname or "").rstrip(".")
         if host not in self._domains:
-            allowed = f"one of {sorted(self._domains)}" if self._domains else "a data: URL"
+            known = f"allowed are {sorted(self._domains)}" if self._domains else "none is allowed, only data: URLs"
             raise RequestError(
-                f"the URL of an image must have an allowed domain, {allowed}, got {brief(host)}; the engine's "
-                "allowed_media_domains has them"
+                f"the URL of an image must have an allowed domain, got {brief(host)}: {known}; the engine's "
+                "allowed_media_domains (--allowed-media-domains) names them"
             )
         if url.username is not None or url.password is not None:
             raise RequestError("the URL of an image must have no user name and password")
@@ -113,7 +113,8 @@ class ImageSources:
         """Return a local file; RequestError if it is outside the allowed directory, or no regular file."""
         if not self.local_path:
             raise RequestError(
-                "the URL of an image must not name a local file, as the engine has no allowed_local_media_path"
+                "the URL of an image must not name a local file, as the engine has no allowed_local_media_path "
+                "(--allowed-local-media-path)"
             )
         root = os.path.realpath(self.local_path)
         path = os.path.realpath(unquote(url.path).replace("\0", ""))
