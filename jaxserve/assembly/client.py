@@ -30,14 +30,13 @@ from jaxserve.scheduling.wait_estimate import OutputLengths, Wait
 
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
-    from jaxserve.api.token_ids import TokenIds
     from jaxserve.assembly.parameters import Weights
     from jaxserve.core.adapter_names import AdapterSource, LoadedAdapter
     from jaxserve.core.status import MemoryState
     from jaxserve.execution.roofline import Device
-    from jaxserve.images.prepared import ImageSpan
     from jaxserve.models.arch import ArchConfig
     from jaxserve.models.params import Params
+    from jaxserve.scheduling.kv_cache.prefix_hashes import CachedSequence
 
 CLOSE_S = 30.0  # time for the core to end its requests before its process is killed
 ESTIMATE_S = 0.5  # time limit for a wait estimate, which blocks a server's event loop
@@ -156,9 +155,9 @@ class CoreClient:
         device: Device = self._call("describe_device")
         return device
 
-    def save_pages(self, token_ids: TokenIds, salt: str, images: tuple[ImageSpan, ...] = ()) -> int:
-        """Write the stored pages durably, and return how many of these tokens have theirs on disk."""
-        num_tokens: int = self._call("save_pages", token_ids, salt, images)
+    def save_pages(self, sequence: CachedSequence) -> int:
+        """Write the stored pages durably, and return how many tokens of a sequence have theirs on disk."""
+        num_tokens: int = self._call("save_pages", sequence)
         return num_tokens
 
     def shared_pages(self) -> str:

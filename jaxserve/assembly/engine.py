@@ -23,7 +23,6 @@ from jaxserve.core.step_chooser import StepChooser
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.batch import MAX_EOS_IDS
 from jaxserve.execution.roofline import Device
-from jaxserve.images.prepared import without_patches
 from jaxserve.scheduling.executor_protocol import Executor
 from jaxserve.system.collection import collecting_later
 from jaxserve.text.loading import load_tokenizer
@@ -135,7 +134,7 @@ class Engine:
         saved_as = saved_as or name
         session = self.sessions.latest(name, tenant)
         self.sessions.check_quota(saved_as, tenant)  # before pages are written, and images compressed
-        num_stored = self.host.save_pages(session.token_ids, session.salt, without_patches(session.images))
+        num_stored = self.host.save_pages(session.pages)
         return SavedSession(self.sessions.write(session, saved_as), num_stored)
 
     # Weights and memory

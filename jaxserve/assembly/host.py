@@ -44,14 +44,13 @@ from jaxserve.system.meter import find_meter
 
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
-    from jaxserve.api.token_ids import TokenIds
     from jaxserve.assembly.parameters import Weights
     from jaxserve.core.adapter_names import AdapterSource, LoadedAdapter
     from jaxserve.core.status import MemoryState
-    from jaxserve.images.prepared import ImageSpan
     from jaxserve.models.arch import ArchConfig
     from jaxserve.models.params import Params
     from jaxserve.scheduling.executor_protocol import Executor
+    from jaxserve.scheduling.kv_cache.prefix_hashes import CachedSequence
     from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 
@@ -238,17 +237,12 @@ class CoreHost:
         """Return the device that the core runs on."""
         return describe_device()
 
-    def save_pages(self, token_ids: TokenIds, salt: str, images: tuple[ImageSpan, ...] = ()) -> int:
-        """Write the stored pages durably, and return how many of these tokens have theirs on disk.
+    def save_pages(self, sequence: CachedSequence) -> int:
+        """Write the stored pages durably, and return how many tokens of a sequence have theirs on disk.
 
-        Callable from any thread.
-
-        Args:
-            token_ids: tokens of a sequence that no request uses.
-            salt: its prefix cache namespace.
-            images: its images.
+        Callable from any thread. No request may use the sequence.
         """
-        return max([replica.save_pages(token_ids, salt, images) for replica in self.core.replicas])
+        return max([replica.save_pages(sequence) for replica in self.core.replicas])
 
     def shared_pages(self) -> str:
         """Return the identity of the pages in the shared store; empty without one. Callable from any thread."""

@@ -83,6 +83,21 @@ class AdapterNames:
         """Return the adapter with this name; None if there is none."""
         return self._named.get(name)
 
+    def request_for(self, digest: str) -> LoRARequest | None:
+        """Return the adapter with a digest, for requests; None for the base model.
+
+        Raises:
+            RequestError: no name has it.
+        """
+        if not digest:
+            return None
+        names = self.names([digest])
+        if not names:
+            raise RequestError(
+                f"the session needs the LoRA adapter with the content {digest}, got {list(self)}; load it first"
+            )
+        return LoRARequest(names[0])
+
     def names(self, digests: Collection[str]) -> list[str]:
         """Return the names of the adapters with these digests."""
         return [name for name, each in list(self._named.items()) if each.loaded.digest in digests]

@@ -32,7 +32,7 @@ from jaxserve.core.step_stats import InFlight, StepStatsWriter
 from jaxserve.scheduling.executor_protocol import Executor, StepResult
 from jaxserve.scheduling.kv_cache.page_events import PageEvents
 from jaxserve.scheduling.kv_cache.pages import STATES
-from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
+from jaxserve.scheduling.kv_cache.prefix_hashes import CachedSequence, PrefixHashes
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.scheduler import Scheduler
@@ -42,9 +42,7 @@ from jaxserve.scheduling.step_plan import LoadCosts, StepPlan
 if TYPE_CHECKING:
     from jaxserve.api.config import EngineConfig
     from jaxserve.api.metrics import EngineStats
-    from jaxserve.api.token_ids import TokenIds
     from jaxserve.core.energy import EnergyAccount
-    from jaxserve.images.prepared import ImageSpan
     from jaxserve.models.arch import ArchConfig
     from jaxserve.scheduling.kv_cache.transfers import PageMover
 
@@ -176,16 +174,11 @@ class Replica:
         if events and self.publisher is not None:
             self.publisher.publish(events)
 
-    def save_pages(self, token_ids: TokenIds, salt: str, images: tuple[ImageSpan, ...] = ()) -> int:
+    def save_pages(self, sequence: CachedSequence) -> int:
         """Write the stored pages durably; return how many of a sequence's first tokens have theirs in a tier that
         survives.
 
         Callable from any thread.
-
-        Args:
-            token_ids: tokens of the sequence.
-            salt: its prefix cache namespace.
-            images: its images.
         """
         if self.mover is None:
             return 0
@@ -195,7 +188,7 @@ class Replica:
         self.mover.sync()
         groups = self.executor.schedule.kv_groups
         tiers = [tier for tier in self._tiers if tier.outlives_device]
-        hashes = PrefixHashes(groups.page_size).prompt_pages(token_ids, salt.encode(errors="surrogatepass"), images)
+        hashes = PrefixHashes(groups.page_size).sequence_pages(sequence)
         group = groups.full[0] if groups.full else 0
 
         def is_stored(group: int, page_hash: bytes) -> bool:

@@ -24,7 +24,8 @@ from jaxserve.api.token_ids import TokenIds
 from jaxserve.core import session_images
 from jaxserve.core.prompt import USER_SALT
 from jaxserve.errors import RequestError, brief
-from jaxserve.images.prepared import ExpandedPrompt, ImageSpan, num_patch_bytes
+from jaxserve.images.prepared import ExpandedPrompt, ImageSpan, num_patch_bytes, without_patches
+from jaxserve.scheduling.kv_cache.prefix_hashes import CachedSequence
 from jaxserve.system.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -74,6 +75,8 @@ class Session:
         tenant: owner; empty without tenants.
         created_s: time when it was saved, in seconds since 1970; 0 before.
         images: images in its prompt; without their patches if it is from a list.
+        adapter: digest of the turn's LoRA adapter; empty for the base model.
+        adapter_start: first token with the adapter.
     """
 
     name: str
@@ -82,6 +85,14 @@ class Session:
     tenant: str = ""
     created_s: float = 0.0
     images: tuple[ImageSpan, ...] = ()
+    adapter: str = ""
+    adapter_start: int = 0
+
+    @property
+    def pages(self) -> CachedSequence:
+        """All that its pages depend on."""
+        salt = self.salt.encode(errors="surrogatepass")
+        return CachedSequence(self.token_ids, salt, without_patches(self.images), self.adapter, self.adapter_start)
 
     def prompt(self, max_tokens: int) -> dict[str, Any]:
         """Return the prompt that loads or computes its pages, of at most `max_tokens` tokens."""
@@ -155,12 +166,10 @@ class Sessions:
         request = group.requests[0]
         if self._directory is None or request.reuse is None or not request.reuse.group or group.error:
             return
-        if request.adapter:  # an earlier turn must not be saved in its place
-            self.forget(request.reuse.group, request.tenant)
-            return
         tokens = [*request.prompt_token_ids, *group.output.outputs[0].token_ids]
         salt = request.salt.decode(errors="surrogatepass")
-        self.remember(Session(request.reuse.group, tokens, salt, request.tenant, images=request.images))
+        adapter = request.adapter, request.adapter_start
+        self.remember(Session(request.reuse.group, tokens, salt, request.tenant, 0.0, request.images, *adapter))
 
     def remember(self, session: Session) -> None:
         """Make a session its conversation's latest turn."""
@@ -182,9 +191,8 @@ class Sessions:
         self._require()
         if (session := self._latest.get((tenant, name))) is None:
             raise UnknownSessionError(
-                f"no request of this engine belongs to the session {brief(name)}, its latest one has an adapter, or "
-                "later ones of other sessions have too many tokens or images; give its requests this session_id, or a "
-                "ReuseHint with this group"
+                f"no request of this engine belongs to the session {brief(name)}, or later ones of other sessions "
+                "have too many tokens or images; give its requests this session_id, or a ReuseHint with this group"
             )
         return session
 

@@ -32,7 +32,8 @@ class SavedSessions:
         sessions = self._engine.sessions
         session = sessions.read(name)
         prompt = session.prompt(self._engine.schedule.max_total_tokens - 1)
-        (output,) = self._calls.run([prompt], [RESTORING], use_tqdm=False)
+        adapter = self._engine.adapters.request_for(session.adapter)
+        (output,) = self._calls.run([prompt], [RESTORING], use_tqdm=False, lora_requests=[adapter])
         sessions.remember(session)
         return session.restored(output)
 

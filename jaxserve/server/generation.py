@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from jaxserve.images.prepared import without_patches
 from jaxserve.openai.chats import has_images
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import ParsedRequest, naming_fields
@@ -18,6 +19,7 @@ from jaxserve.openai.interfaces import INTERFACES, Interface, invoked_path
 from jaxserve.openai.replies import AnyReply, Reply
 from jaxserve.openai.resumption import HEADER, Delivered, ReplyIdentity
 from jaxserve.openai.translation import naming
+from jaxserve.scheduling.kv_cache.prefix_hashes import CachedSequence
 from jaxserve.server import http
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.json_pieces import MAX_VALUES, json_pieces, num_new_values, num_values
@@ -192,8 +194,10 @@ class Generation:
         """Write a prompt's pages to the shared store, and return what its reply tells the other server."""
         (group,), page_size = groups, self._engine.schedule.page_size
         request, host = group.requests[0], self._engine.host
-        ids, salt = request.prompt_token_ids, request.salt.decode(errors="surrogatepass")
-        num_saved, num_needed = host.save_pages(ids[:-1], salt, request.images), len(ids) - 1
+        num_needed = len(request.prompt_token_ids) - 1
+        images = without_patches(request.images)
+        own = request.salt, images, request.adapter, request.adapter_start
+        num_saved = host.save_pages(CachedSequence(request.prompt_token_ids[:num_needed], *own))
         num_saved = num_needed if num_saved == num_needed // page_size * page_size else num_saved
         return transfer.reply(host.shared_pages(), group.request_id, num_saved, page_size)
 

@@ -130,7 +130,8 @@ class SessionCalls:
         admission.check_early(call.tenant)
         request_id = f"session-{next(self._ids)}"
         with admission.opened(call.tenant), call.watched():
-            group = self._engine.reader.read(request_id, prompt, RESTORING, tenant=_owner(call))
+            adapter = self._engine.adapters.request_for(session.adapter)
+            group = self._engine.reader.read(request_id, prompt, RESTORING, tenant=_owner(call), lora_request=adapter)
             with admission.admitted(call.tenant, 0, [group], math.inf):
                 stream = Stream([group], self._engine.frontend.lock, is_whole=True)
                 await admission.turn(0, stream.through)

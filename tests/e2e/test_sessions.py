@@ -9,9 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.api.cached_tokens import CachedTokens
+from jaxserve.api.lora_request import LoRARequest
 from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.core.sessions import MAX_NAME_LEN, NoSessionsError, UnknownSessionError
@@ -50,6 +52,14 @@ def start(llama: Path, tmp_path: Path) -> Iterator[Callable[..., LLM]]:
             return stack.enter_context(LLM(str(llama), **{**SIZES, **own, **options}))
 
         yield start
+
+
+def first_queries(llm: LLM, seed: int) -> dict[str, np.ndarray]:
+    """Return an adapter of the first layer's queries."""
+    arch, rng = llm.engine.arch, np.random.default_rng(seed)
+    shapes = {"A": (4, arch.hidden_size), "B": (arch.attention.num_heads * arch.attention.head_dim, 4)}
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    return {f"{prefix}{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def run(llm: LLM, prompt: list[int], session: str = "", **fields: Any) -> Any:
@@ -116,6 +126,35 @@ def test_sessions_are_listed_and_deleted(start: Callable[..., LLM]) -> None:
         llm.sessions.save("never named")
     with pytest.raises(RequestError, match=f"1 to {MAX_NAME_LEN} characters"):
         llm.sessions.restore("x" * 1000)
+
+
+@pytest.mark.long
+def test_sessions_with_an_adapter_need_its_content(start: Callable[..., LLM]) -> None:
+    """Its pages return from disk for an adapter with the same content, whatever its name, and for nothing else."""
+    lora = {"enable_lora": True, "max_lora_rank": 4}
+
+    def with_adapters(llm: LLM, names: str) -> LLM:
+        for name in names:
+            llm.update_lora(name, first_queries(llm, seed=ord(name.lower())), {"r": 4, "lora_alpha": 64})
+        return llm
+
+    llm, prompt = with_adapters(start(**lora), "ab"), {"prompt_token_ids": PROMPT, "reuse": ReuseHint("mine")}
+    (first,) = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=LoRARequest("a"))
+    saved = llm.sessions.save("mine")
+    num_full = (len(PROMPT) + 7) // PAGE_SIZE * PAGE_SIZE
+    assert (saved.session.token_ids, saved.num_stored_tokens) == (PROMPT + first.outputs[0].token_ids, num_full)
+    llm.close()
+    llm = with_adapters(start(**lora), "b")
+    with pytest.raises(RequestError, match=f"the content {saved.session.adapter}.*load it first"):
+        llm.sessions.restore("mine")
+    with_adapters(llm, "A")
+    for name in ("b", None):
+        request = None if name is None else LoRARequest(name)
+        (other,) = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=request)
+        assert other.num_cached_tokens == 0
+    assert llm.sessions.restore("mine").cached_tokens == CachedTokens(disk=num_full)
+    (again,) = llm.generate([prompt], GREEDY, use_tqdm=False, lora_request=LoRARequest("A"))
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
 def test_an_engine_without_pages_on_disk_saves_nothing(start: Callable[..., LLM]) -> None:

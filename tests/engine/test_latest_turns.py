@@ -12,6 +12,7 @@ from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.core import sessions as module
 from jaxserve.core.growing_outputs import RequestGroup
 from jaxserve.core.sessions import Session, SessionQuota, SessionQuotaError, Sessions, UnknownSessionError
+from jaxserve.scheduling.kv_cache.prefix_hashes import CachedSequence
 
 
 def test_the_oldest_turns_are_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -74,15 +75,12 @@ def test_each_owner_saves_up_to_the_quota(tmp_path: Path) -> None:
     assert [each.name for each in sessions.list()] == ["c"]
 
 
-def test_an_earlier_turn_is_not_saved_in_place_of_one_with_an_adapter(tmp_path: Path) -> None:
+def test_sessions_name_the_adapter_of_their_latest_turn(tmp_path: Path) -> None:
     sessions = Sessions(tmp_path)
-
-    def end(adapter: str) -> None:
-        request = make_request("a#0", [1, 2], reuse=ReuseHint("mine"), adapter=adapter)
+    for adapter, start in (("", 0), ("digest", 1)):
+        request = make_request("a#0", [1, 2], reuse=ReuseHint("mine"), adapter=adapter, adapter_start=start)
         sessions.note(RequestGroup("a", None, [request], None, time.monotonic))
-
-    end("")
-    assert sessions.latest("mine").token_ids == [1, 2]
-    end("digest")
-    with pytest.raises(UnknownSessionError, match="adapter"):
-        sessions.latest("mine")
+        session = sessions.latest("mine")
+        assert session.pages == CachedSequence([1, 2], b"", (), adapter, start)
+        sessions.write(session, "mine")
+        assert sessions.read("mine").pages == session.pages

@@ -6,7 +6,7 @@ import numpy as np
 from simulation import make_request
 
 from jaxserve.images.prepared import ImageSpan, PreparedImage
-from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
+from jaxserve.scheduling.kv_cache.prefix_hashes import CachedSequence, PrefixHashes
 
 TOKENS = list(range(12))
 
@@ -22,6 +22,12 @@ def test_pages_belong_to_an_adapter_from_its_first_token_on() -> None:
     assert late[0] == base[0]
     assert not {*late[1:]} & {*base, *whole}
     assert hashes(adapter="a", adapter_start=12) == base
+
+
+def test_sequences_have_the_hashes_of_requests() -> None:
+    images = (image(1, 9),)
+    sequence = CachedSequence(TOKENS, b"salt", images, "a", 5)
+    assert PrefixHashes(4).sequence_pages(sequence) == hashes(salt=b"salt", images=images, adapter="a", adapter_start=5)
 
 
 def test_pages_whose_adapters_begin_at_different_tokens_differ() -> None:

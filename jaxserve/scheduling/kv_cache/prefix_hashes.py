@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 from struct import calcsize, pack
+from typing import NamedTuple
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
@@ -13,6 +14,24 @@ from jaxserve.scheduling.request import Request
 DIGEST_SIZE = 16
 _TOKEN_BYTES = calcsize("i")
 _NEW_HASH = blake2b(digest_size=DIGEST_SIZE, person=b"page")  # copying takes half the time of creating
+
+
+class CachedSequence(NamedTuple):
+    """Tokens of a sequence, and all that its pages depend on.
+
+    Attributes:
+        token_ids: its tokens.
+        salt: prefix cache namespace.
+        images: images in it; they need no patches.
+        adapter: digest of the LoRA adapter; empty for the base model.
+        adapter_start: first token with the adapter.
+    """
+
+    token_ids: TokenIds
+    salt: bytes
+    images: tuple[ImageSpan, ...] = ()
+    adapter: str = ""
+    adapter_start: int = 0
 
 
 class PrefixHashes:
@@ -44,10 +63,12 @@ class PrefixHashes:
             self._extend(hashes, request, num_full)
         return hashes
 
-    def prompt_pages(self, token_ids: TokenIds, salt: bytes, images: tuple[ImageSpan, ...] = ()) -> list[bytes]:
-        """Return the hashes of any sequence's full pages."""
-        limit, num_full = len(token_ids) + 1, len(token_ids) // self._page_size
-        return self.full_pages(Request("", token_ids, SamplingParams(), 0, limit, salt=salt, images=images))[:num_full]
+    def sequence_pages(self, sequence: CachedSequence) -> list[bytes]:
+        """Return the hashes of a sequence's full pages."""
+        fields = sequence._asdict()
+        token_ids = fields.pop("token_ids")
+        request = Request("", token_ids, SamplingParams(), 0, len(token_ids) + 1, **fields)
+        return self.full_pages(request)[: len(token_ids) // self._page_size]
 
     def last_page(self, request: Request, num_tokens: int) -> bytes:
         """Return the hash of the partly filled page that holds token `num_tokens - 1`."""
