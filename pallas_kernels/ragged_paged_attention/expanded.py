@@ -76,7 +76,8 @@ def attend(
             page_id = jnp.where(column * pages.page_size < kv_len, page_table.at[column].get(mode="clip"), 0)
             key_position = block_index * block + jnp.arange(block, dtype=jnp.int32)
             latents = pages.read(page_id[None])[0][0, 0]
-            keys, values = _expand(jnp.where(key_position[:, None] < kv_len, latents, 0), matrices)  # no stale NaN
+            latents = jnp.where(key_position[:, None] < kv_len, latents, 0)  # no stale NaN
+            keys, values = _expand(latents, matrices, first_token)
 
             def absorb_tile(tile_index: Int32[Array, ""], state: Softmax) -> Softmax:
                 query = tile_index * tile + jnp.arange(tile, dtype=jnp.int32)
@@ -100,13 +101,21 @@ def attend(
 
 
 def _expand(
-    latents: Float32[Array, "S W"], matrices: HeadMatrices
+    latents: Float32[Array, "S W"], matrices: HeadMatrices, query: Int32[Array, ""]
 ) -> tuple[Float32[Array, "Q S H"], Float32[Array, "Q S V"]]:
-    """Expand S latents to every query head's keys and values; a key ends with the latent's rotated elements."""
+    """Expand S latents to every query head's keys and values; a key ends with the latent's rotated elements.
+
+    Args:
+        latents: latents of one row.
+        matrices: per-head matrices.
+        query: index of one of the row's queries.
+    """
     (Q, _, rank), (S, W) = matrices.to_keys.shape, latents.shape
     content, rotated = latents[:, :rank], jnp.broadcast_to(latents[:, rank:], (Q, S, W - rank))
     keys, values = (
         jnp.einsum("sr,qhr->qsh", content, matrix.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         for matrix in matrices[:2]
     )
+    if matrices.terms is not None:
+        keys, values = matrices.terms.added(keys, values, content, query)
     return jnp.concatenate([keys, rotated], axis=-1), values

@@ -114,13 +114,13 @@ class AttentionInputs(NamedTuple):
 
 
 class HeadTerms(NamedTuple):
-    """Low-rank terms of `HeadMatrices` that depend on the query, as LoRA adapters have.
+    """Low-rank terms of `HeadMatrices` that depend on the row, as LoRA adapters have.
 
-    A query of adapter s expands all latents of its row by the matrices plus `b[s] @ a[s]`, of rank k.
+    A row with adapter s expands all its latents by the matrices plus `b[s] @ a[s]`, of rank k.
     """
 
     is_own: Bool[Array, "N S"]
-    """Mask of each query's adapter; all False for a query without terms."""
+    """Mask of each query's adapter, the same for all of a row; all False for a query without terms."""
     a: Float[Array, "S k r"]
     b: Float[Array, "S k Q rows"]
     """Rows by head: n for keys, then v for values."""
@@ -135,6 +135,30 @@ class HeadTerms(NamedTuple):
         inner = _exact("tqr,skr->tskq", out, self.a)
         return _exact("tskq,skqv->tqv", self._own(inner), self.b[..., -num_values:])
 
+    def added(
+        self,
+        keys: Float32[Array, "Q B n"],
+        values: Float32[Array, "Q B v"],
+        latents: Float32[Array, "B r"],
+        query: Int32[Array, ""],
+    ) -> tuple[Float32[Array, "Q B n"], Float32[Array, "Q B v"]]:
+        """Return a row's expanded keys and values with their terms, unchanged for a row without terms.
+
+        Args:
+            keys: keys expanded by the matrices.
+            values: values expanded by the matrices.
+            latents: first r elements of the latents.
+            query: index of one of the row's queries.
+        """
+        is_own = self.is_own[query]
+
+        def add() -> tuple[Float32[Array, "Q B n"], Float32[Array, "Q B v"]]:
+            a, b = (factor[jnp.argmax(is_own)] for factor in (self.a, self.b))
+            terms = _exact("bk,kqn->qbn", _exact("br,kr->bk", latents, a), b)
+            return keys + terms[..., : keys.shape[-1]], values + terms[..., keys.shape[-1] :]
+
+        return lax.cond(jnp.any(is_own), add, lambda: (keys, values))
+
     def _own(self, inner: Float[Array, "N S k Q"]) -> Float[Array, "N S k Q"]:
         return jnp.where(self.is_own[:, :, None, None], inner, 0)
 
@@ -146,7 +170,14 @@ class HeadMatrices(NamedTuple):
     """For the n elements of a key that RoPE does not rotate."""
     to_values: Float[Array, "Q v r"]
     terms: HeadTerms | None = None
-    """Terms of the call's queries; None without any. Latents are not expanded then, but always absorbed."""
+    """Terms of the call's queries; None without any."""
+
+    def for_queries(self, start: Int32[Array, ""] | int, size: int) -> HeadMatrices:
+        """Return the matrices for some of the call's queries."""
+        if self.terms is None:
+            return self
+        is_own = lax.dynamic_slice_in_dim(self.terms.is_own, start, size)
+        return self._replace(terms=self.terms._replace(is_own=is_own))
 
     def absorb(self, q: Float[Array, "T Q H"]) -> Float[Array, "T Q W"]:
         """Convert per-head queries, n elements and the rotated ones, to queries whose keys are latents: the first n

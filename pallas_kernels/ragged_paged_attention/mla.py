@@ -20,7 +20,7 @@ from jaxserve.pallas_kernels.op import AUTO
 from jaxserve.pallas_kernels.ragged_paged_attention import expanded
 from jaxserve.pallas_kernels.ragged_paged_attention.attention import ragged_paged_attention, read_rows, select_for_pool
 from jaxserve.pallas_kernels.ragged_paged_attention.blockwise import LayerPages
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, MLAInputs
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, HeadMatrices, MLAInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.pools import BACKENDS
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
 
@@ -57,7 +57,6 @@ def mla_attention(
     rows = read_rows(name, inputs.rows, kv_pages)
     inputs = inputs._replace(rows=rows)
     can_expand = BACKENDS[name].expands_latents and inputs.tree_mask is None and not options.last_only
-    can_expand = can_expand and matrices.terms is None
     min_queries = expanded.break_even_queries(matrices) if can_expand else None
     if min_queries is None or min_queries > T:
         latent_inputs = inputs.absorbed(matrices.absorb(inputs.q))
@@ -66,22 +65,26 @@ def mla_attention(
     token_id = jnp.arange(T, dtype=jnp.int32)
     is_short = rows.live_q_lens() < min_queries
     is_absorbed = is_short[rows.row_ids(token_id)] & (token_id < rows.cu_q_lens[rows.num_rows])
-    latent_inputs = inputs.absorbed(_multiply_some(is_absorbed, matrices.absorb, inputs.q))
+    latent_inputs = inputs.absorbed(_multiply_some(is_absorbed, HeadMatrices.absorb, matrices, inputs.q))
     short_only = dataclasses.replace(options, max_queries=min_queries - 1)
     out, kv_pages = ragged_paged_attention(latent_inputs, kv_pages, layer, short_only, backend=name)
-    out = _multiply_some(is_absorbed, matrices.values, out)
+    out = _multiply_some(is_absorbed, HeadMatrices.values, matrices, out)
     pages = LayerPages(kv_pages, layer, kind)
     return expanded.attend(inputs.rotated_q(), matrices, pages, rows, options.scale, min_queries, out), kv_pages
 
 
 def _multiply_some(
-    is_wanted: Bool[Array, "T"], multiply: Callable[[Array], Array], x: Float[Array, "T Q a"]
+    is_wanted: Bool[Array, "T"],
+    multiply: Callable[[HeadMatrices, Array], Array],
+    matrices: HeadMatrices,
+    x: Float[Array, "T Q a"],
 ) -> Float[Array, "T Q b"]:
-    """Return `multiply(x)` for blocks of 32 tokens that contain a wanted token, and zeros for other blocks.
+    """Return `multiply(matrices, x)` for blocks of 32 tokens with a wanted token, and zeros for other blocks.
 
     Args:
         is_wanted: mask of the tokens that need a result.
-        multiply: function from some tokens' heads `[t, Q, a]` to `[t, Q, b]`.
+        multiply: function from matrices and some tokens' heads `[t, Q, a]` to `[t, Q, b]`.
+        matrices: matrices of all tokens.
         x: all tokens' heads.
     """
     T = x.shape[0]
@@ -91,9 +94,10 @@ def _multiply_some(
         start = jnp.minimum(index * block, T - block)  # the last block may repeat tokens of the previous one
 
         def compute() -> Float[Array, "T Q b"]:
-            return lax.dynamic_update_slice_in_dim(out, multiply(lax.dynamic_slice_in_dim(x, start, block)), start, 0)
+            some = lax.dynamic_slice_in_dim(x, start, block)
+            return lax.dynamic_update_slice_in_dim(out, multiply(matrices.for_queries(start, block), some), start, 0)
 
         return lax.cond(jnp.any(lax.dynamic_slice_in_dim(is_wanted, start, block)), compute, lambda: out)
 
-    shape = jax.eval_shape(multiply, x)
+    shape = jax.eval_shape(multiply, matrices, x)
     return lax.fori_loop(0, -(-T // block), fill, jnp.zeros(shape.shape, shape.dtype))

@@ -26,6 +26,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     select_backend,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.expanded import break_even_queries
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import HeadTerms
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
 from tests.kernels.attention_cases import pool_error
 from tests.kernels.attention_runs import (
@@ -160,6 +161,37 @@ def test_expanded_attention_is_that_over_latents(name, backend):
         step = float(jnp.finfo(case.kv_dtype).eps)
         found, wanted = (np.asarray(x, np.float32) for x in (pool, wanted_pool))
         np.testing.assert_allclose(found, wanted, rtol=step, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("two_prompts_of_many_tiles", marks=pytest.mark.long), pytest.param("ragged", marks=pytest.mark.full)],
+)
+def test_rows_expand_latents_with_their_own_terms(name):
+    """Each row has the outputs of a call in which all have its matrices; a row without terms keeps its bits."""
+    case, rng = BY_NAME[name], np.random.default_rng(3)
+    inputs, options = head_inputs(case, rng), case.options
+    (Q, nope_dim, rank), value_dim = inputs.matrices.to_keys.shape, inputs.matrices.to_values.shape[1]
+    a, b = rng.normal(size=(2, 3, rank)) / 9, rng.normal(size=(2, 3, Q, nope_dim + value_dim))
+    row_adapters = np.arange(len(case.q_lens)) % 3
+    adapters = np.pad(np.repeat(row_adapters, case.q_lens), (0, len(inputs.q) - sum(case.q_lens)))
+    terms = HeadTerms(*jax.device_put((adapters[:, None] == [1, 2], a.astype("float32"), b.astype("float32"))))
+
+    def attend(matrices):
+        arguments = case.arguments()
+        given = inputs._replace(matrices=matrices)
+        out, _ = attend_heads(given, stored("xla", arguments.kv_pages), arguments.layer, options, backend="xla")
+        return live(case, np.asarray(out))
+
+    found, rows = attend(inputs.matrices._replace(terms=terms)), live(case, adapters)
+    for adapter in range(3):
+        merged = [np.asarray(x, np.float64) for x in inputs.matrices[:2]]
+        if adapter:
+            own = np.einsum("kqn,kr->qnr", b[adapter - 1], a[adapter - 1])
+            merged = [merged[0] + own[:, :nope_dim], merged[1] + own[:, nope_dim:]]
+        wanted = attend(HeadMatrices(*(jnp.asarray(x, jnp.float32) for x in merged)))
+        tolerance = 1e-4 if adapter else 0
+        np.testing.assert_allclose(found[rows == adapter], wanted[rows == adapter], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
