@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
@@ -347,10 +347,10 @@ def _parameter(name: str, config: Mapping[str, Any]) -> str:
     A wrapper for the first parameter is inside the one for the second, as its base layer.
     """
     inner, experts = name.endswith(".base_layer"), name.removesuffix(".base_layer")
-    targets = {str(target).rsplit(".", 1)[-1] for target in config.get("target_parameters") or ()}
-    known = sorted(targets & {"gate_up_proj", "down_proj"}, key=lambda target: "down" in target)
-    known = known or ["gate_up_proj", "down_proj"]
-    return f"{experts}.{known[0] if inner else known[-1]}"
+    targets = [f".{target}" for target in config.get("target_parameters") or ()]
+    both = [f"{experts}.gate_up_proj", f"{experts}.down_proj"]
+    known = [each for each in both if f".{each}".endswith(tuple(targets))] or both
+    return known[0] if inner else known[-1]
 
 
 def _by_expert(own: Mapping[str, NDArray[Any]], rank: int | None) -> dict[str, NDArray[Any]]:
@@ -421,7 +421,17 @@ def _digest(
 
 
 def module_names(name: str) -> Iterable[str]:
-    """Yield the names under which a model may have an adapter's module: multimodal models' text parts have prefixes."""
+    """Yield the names under which a checkpoint may have an adapter's module.
+
+    Multimodal models' text parts have prefixes, and transformers names MoE blocks otherwise than some checkpoints.
+    """
+    yield from _without_prefixes(name)
+    if (other := name.replace(".mlp", ".block_sparse_moe")) != name:
+        yield from _without_prefixes(other)
+
+
+def _without_prefixes(name: str) -> Iterator[str]:
+    """Yield a module's names without and with a prefix."""
     yield name
     for prefix in ("model.language_model.", "language_model.model.", "language_model.", "model.text_model."):
         if name.startswith(prefix):

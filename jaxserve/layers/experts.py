@@ -171,7 +171,8 @@ def apply_experts(
     """
     local, x = x, all_tokens(x, token_axis)
     routing = x if routing is None else all_tokens(routing, token_axis)
-    logits = linear(routing, matrices.router, bias=matrices.logit_bias, dtype=jnp.float32)
+    adapters = tokens.adapters and tokens.adapters.select(lambda each: all_tokens(each, token_axis))
+    logits = linear(routing, matrices.router, bias=matrices.logit_bias, dtype=jnp.float32, adapters=adapters)
     weights, ids = route(logits, experts, matrices.router_bias)
     if matrices.weight_factors is not None:
         weights *= matrices.weight_factors.astype(weights.dtype)[ids]
@@ -185,7 +186,7 @@ def apply_experts(
     parts = None if axis is None else _expert_axes(axis, experts)
     token = pairs.order // experts.per_token
     context = LinearContext(
-        adapters=tokens.adapters and tokens.adapters.select(lambda each: all_tokens(each, token_axis)[token]),
+        adapters=adapters and adapters.select(lambda each: each[token]),
         bias=_local_biases(matrices.gate_up_bias, first, experts),
         activation=experts.activation,
         dtype=x.dtype,

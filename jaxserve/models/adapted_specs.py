@@ -25,7 +25,6 @@ EMBED, HEAD = ("embed",), ("lm_head",)
 _EXPERT_PARTS = {"gate_up_proj": (0, 1), "gate_proj": (0,), "w1": (0,), "up_proj": (1,), "w3": (1,)}
 _EXPERT_PARTS |= {"down_proj": (2,), "w2": (2,)}
 _EXPANSION = "kv_b_proj"  # MLA's matrix from latents to keys and values
-_FIXED = ("router", _EXPANSION)  # matrices in layers that are not only multiplied with tokens
 
 
 class Part(NamedTuple):
@@ -153,11 +152,9 @@ def embeddings(arch: ArchConfig) -> list[ParamSpec]:
 
 def expert_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return the specs for routed experts' matrices, each expert's modules under separate names."""
-    names = registry.family(arch).names.moe
-    if not isinstance(names, MoeNames):
-        return []
+    parts = _expert_parts(arch)
     return [
-        _separate(spec, names.parts or MoeNames().parts)
+        _separate(spec, parts)
         for spec in registry.param_specs(arch)
         if spec.experts is not None and spec.is_matrix and spec.path[-1] in EXPERT_MATRICES
     ]
@@ -165,11 +162,18 @@ def expert_specs(arch: ArchConfig) -> list[ParamSpec]:
 
 def _separate(spec: ParamSpec, parts: Sequence[str]) -> ParamSpec:
     """Return a spec for experts' matrices with names by expert and part, as checkpoints have or had them."""
-    if not spec.stacked:
+    if parts and not spec.stacked:
         return spec
-    experts, own = spec.hf_names[0].rpartition(".")[0], parts[:2] if spec.path[-1] == EXPERT_MATRICES[0] else parts[2:]
+    experts, _, name = spec.hf_names[0].rpartition(".")
+    own = (parts[:2] if spec.path[-1] == EXPERT_MATRICES[0] else parts[2:]) or [name]
     names = [f"{experts}.{index}.{part}.weight" for index in range(spec.num_matrices) for part in own]
-    return dataclasses.replace(spec, hf_names=tuple(names), stacked=False)
+    return dataclasses.replace(spec, hf_names=tuple(names), stacked=False, transposed=False)
+
+
+def _expert_parts(arch: ArchConfig) -> Sequence[str]:
+    """Return the names of an expert's gate, up and down projection; empty if gate and up projection are one matrix."""
+    names = registry.family(arch).names.moe
+    return (names.parts or MoeNames().parts) if isinstance(names, MoeNames) else ()
 
 
 def separate_experts(modules: Mapping[str, AdapterModule], arch: ArchConfig) -> Iterator[tuple[str, AdapterModule]]:
@@ -180,18 +184,17 @@ def separate_experts(modules: Mapping[str, AdapterModule], arch: ArchConfig) -> 
     """
     specs = expert_specs(arch)
     known = {spec.hf_names[0].rpartition(".experts.")[0]: spec.num_matrices for spec in specs}
-    names = registry.family(arch).names.moe
-    parts = (names.parts if isinstance(names, MoeNames) else ()) or MoeNames().parts
+    parts = _expert_parts(arch)
     for name, module in modules.items():
         layer, _, parameter = name.rpartition(".experts.")
         if module.a.ndim != 3 or parameter not in _EXPERT_PARTS:
             yield name, module
             continue
-        layers = (each for other in (layer, layer.replace(".mlp", ".block_sparse_moe")) for each in module_names(other))
-        if (own := next((each for each in layers if each in known), None)) is None:
+        if (own := next((each for each in module_names(layer) if each in known), None)) is None:
             yield name, module
             continue
-        num_experts, indices = known[own], _EXPERT_PARTS[parameter]
+        num_experts = known[own]
+        targets = [parts[index] for index in _EXPERT_PARTS[parameter]] if parts else [parameter]
         if not {len(module.a), len(module.b)} <= {1, num_experts}:
             raise ConfigError(
                 f"stacked factors of {name} must be for {num_experts} experts, or 1 if they share one, got "
@@ -199,8 +202,8 @@ def separate_experts(modules: Mapping[str, AdapterModule], arch: ArchConfig) -> 
             )
         for expert in range(num_experts):
             a, b = (factor[expert if len(factor) > 1 else 0] for factor in (module.a, module.b))
-            for index, rows in zip(indices, np.split(b, len(indices)), strict=True):
-                yield f"{own}.experts.{expert}.{parts[index]}", module._replace(a=a, b=rows)
+            for target, rows in zip(targets, np.split(b, len(targets)), strict=True):
+                yield f"{own}.experts.{expert}.{target}", module._replace(a=a, b=rows)
 
 
 def unknown_module(name: str, known: Sequence[str], arch: ArchConfig) -> str:
@@ -226,7 +229,7 @@ def _as_columns(embed: ParamSpec) -> ParamSpec:
 def _can_adapt(spec: ParamSpec) -> bool:
     """Return whether adapters may change a tensor: a matrix in a layer whose inputs are the step's tokens."""
     is_in_layer = spec.path[0] == "layers" and len(spec.path) == 3
-    return is_in_layer and spec.is_matrix and not spec.is_array and spec.experts is None and spec.path[2] not in _FIXED
+    return is_in_layer and spec.is_matrix and not spec.is_array and spec.experts is None
 
 
 def _is_expansion(spec: ParamSpec, arch: ArchConfig) -> bool:
