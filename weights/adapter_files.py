@@ -48,14 +48,13 @@ _MAX_RANK = 4096
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "layer_replication": (None, []),
-    "use_qalora": (False, None),
-    "use_bdlora": (False, None),
-    "arrow_config": (None,),
-    "corda_config": (None,),
-    "velora_config": (None,),
-    "kasa_config": (None,),
-    "monteclora_config": (None,),
 }
+# Names of further features, and those that are supported or have no effect after training.
+_FEATURE = re.compile("use_.+|.+_config")
+_KNOWN_FEATURES = (
+    *("use_rslora", "use_dora"),
+    *("loftq_config", "eva_config", "lora_ga_config", "megatron_config", "runtime_config"),
+)
 # Initialisations by which PEFT also changes the base model's weights: the factors fit only the changed ones.
 _CHANGING_BASE = re.compile("(?i)pissa.*|olora|corda.*|loftq|lora_ga")
 
@@ -197,6 +196,12 @@ def make_adapter(config: Mapping[str, Any], tensors: Mapping[str, Any], where: s
     modules = {name: _module(name, own, scales, where) for name, own in tensors_by_module.items() if own}
     _check_features(config, modules, whole, where)
     tokens, invocation = _trained_tokens(config, rows, where), _invocation(config, where)
+    if invocation and (whole or tokens):
+        raise CheckpointError(
+            f"{where}: an adapter with alora_invocation_tokens must not have {listed([*whole, *tokens])} whole or in "
+            "part: PEFT applies them to the tokens before the invocation, too; train it without modules_to_save and "
+            "trainable_token_indices"
+        )
     return AdapterFile(modules, whole, tokens, base, _digest(modules, whole, tokens, invocation), invocation)
 
 
@@ -210,6 +215,9 @@ def _check_config(config: Mapping[str, Any], where: str) -> None:
                 f"{where}: {key} must be {' or '.join(map(repr, neutral))}, got {config[key]!r}: such adapters are not "
                 "supported"
             )
+    for key, value in config.items():
+        if value and _FEATURE.fullmatch(key) and key not in _KNOWN_FEATURES:
+            raise CheckpointError(f"{where}: {key} must be unset, got {value!r}: such adapters are not supported")
     init = config.get("init_lora_weights")
     if isinstance(init, str) and _CHANGING_BASE.fullmatch(init):
         raise CheckpointError(

@@ -100,8 +100,26 @@ BAD: dict[str, tuple[dict, dict, str]] = {
     "alpha": ({"lora_alpha": -1}, {}, "lora_alpha must be a positive number, got -1"),
     "changed base": ({"init_lora_weights": "pissa_niter_4"}, {}, "must not change the base model, got 'pissa_niter_4'"),
     "twice": ({}, {A.replace(".weight", ".default.weight"): np.ones((4, 6), np.float32)}, "must be given once"),
+    "tokens before an invocation": (
+        {"trainable_token_indices": [3, 4], "alora_invocation_tokens": [7]},
+        {DELTA: np.ones((2, 6))},
+        "alora_invocation_tokens must not have model.embed_tokens whole or in part",
+    ),
+    "unknown feature": ({"use_qalora": True}, {}, "use_qalora must be unset, got True"),
+    "unknown method": ({"arrow_config": {"top_k": 3}}, {}, "arrow_config must be unset, got {'top_k': 3}"),
     "pattern": ({"rank_pattern": {"(": 4}}, {}, "must be a pattern"),
 }
+
+
+def test_each_layers_experts_have_the_parameters_that_the_configuration_names():
+    targets = ["0.mlp.experts.down_proj", "layers.1.mlp.experts.gate_up_proj"]
+    tensors = {
+        f"base_model.model.model.layers.{layer}.mlp.experts.lora_{name}.weight": np.ones(shape, np.float32)
+        for layer in range(2)
+        for name, shape in {"A": (8, 6), "B": (5, 8)}.items()
+    }
+    found = make_adapter(CONFIG_OF | {"target_parameters": targets}, tensors, "it").modules
+    assert {*found} == {f"model.layers.{target.removeprefix('layers.')}" for target in targets}
 
 
 @pytest.mark.parametrize("name", BAD)
