@@ -74,6 +74,7 @@ class Driven:
         self.requests: list[Request] = []  # the index is the key
         self.unfinished: dict[Request, list[int]] = {}
         self.ended: dict[Request, tuple[list[int], FinishReason]] = {}
+        self.errors: list[BaseException] = []
         self.num_added = 0
 
     def submit(self, **kwargs: Any) -> Request:
@@ -104,6 +105,7 @@ class Driven:
         while self.core.outbox:
             delta = pickle.loads(pickle.dumps(self.core.outbox.popleft()))  # values: they could go to another process
             assert isinstance(delta, Delta)
+            self.errors += [] if delta.error is None else [delta.error]
             if delta.step is not None:
                 for key, token_ids in zip(delta.step.keys, delta.step.token_ids, strict=True):
                     if token_ids:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jaxserve.core.deltas import Admitted, Delta, Ended, StepDelta
 from jaxserve.core.events import CacheReset, Cancelled, DraftsAllowed, Event, Submitted, Transferred
 from jaxserve.core.replica import Replica
-from jaxserve.errors import PeerLostError
+from jaxserve.errors import ConfigError, PeerLostError, RequestError
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 
@@ -193,7 +193,8 @@ class EngineCore:
                 self.hold_adapter(request.adapter)
         except Exception as error:
             del self._requests[request.key]
-            self.outbox.append(Delta(self._now_s, ended=[Ended(request.key, FinishReason.ABORT)], error=error))
+            told = RequestError(str(error)) if isinstance(error, ConfigError) else error
+            self.outbox.append(Delta(self._now_s, ended=[Ended(request.key, FinishReason.ABORT)], error=told))
             return False
         return True
 

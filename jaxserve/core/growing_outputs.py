@@ -13,7 +13,7 @@ from jaxserve.api.metrics import co2_g
 from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
-from jaxserve.errors import EngineDiedError, PeerLostError
+from jaxserve.errors import PeerLostError, RequestError
 from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.logprobs import LogprobList, largest
@@ -262,8 +262,8 @@ class RequestGroup:
         return self.output.finished
 
     def check_served(self) -> None:
-        """Raise the error that ended the request early, if any: a lost process's own error, or a RuntimeError."""
-        if isinstance(self.error, PeerLostError | EngineDiedError):
+        """Raise the error that ended the request early, if any; a RuntimeError if a step failed."""
+        if isinstance(self.error, PeerLostError | RequestError):
             raise self.error
         if self.error is not None:
             raise RuntimeError(f"the step that served this request broke off: {self.error!r}") from self.error

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.api.stream_events import Increment, OutputReader
 from jaxserve.core.threads import EngineThreads
-from jaxserve.errors import EngineDiedError
+from jaxserve.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +132,7 @@ class Stream:
 
         Raises:
             BrokenStepError: the engine could not continue a request.
-            EngineDiedError: its process has died.
+            RequestError: its adapter cannot be read again, or the engine's process has died.
         """
         self._write = write
         self.resume()
@@ -153,7 +153,7 @@ class Stream:
             with self._lock:  # three values from one moment
                 increments = self._readers[number].read() if write is not None else ()
                 is_ended, error = group.output.finished, group.error
-            if isinstance(error, EngineDiedError):
+            if isinstance(error, RequestError):
                 raise error
             if error is not None:
                 raise BrokenStepError(f"the step that served this request broke off: {error!r}")

@@ -259,6 +259,7 @@ def test_a_request_whose_adapter_is_gone_ends_without_the_others() -> None:
     lost, *served = (driven.submit(prompt=[1, 2], max_tokens=3, adapter=each) for each in ("gone", "kept", "", "kept"))
     driven.drain()
     assert driven.ended[lost] == ([], FinishReason.ABORT)
+    assert [str(each) for each in driven.errors] == ["the adapter is gone"]
     assert all(reason is not FinishReason.ABORT for _, reason in (driven.ended[each] for each in served))
 
 
