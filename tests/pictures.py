@@ -124,15 +124,13 @@ class Pictures:
     def greedy(self, ids: Sequence[int], spans: Sequence[ImageSpan], num_tokens: int) -> tuple[list[int], list[float]]:
         """Return the tokens that transformers generates greedily, without end, and their log probabilities."""
         given = GIVEN[self.family.name](self._given(spans)) if spans else {}
-        ids, out, logprobs = list(ids), list[int](), list[float]()
-        for _ in range(num_tokens):
-            with torch.no_grad():
-                if self.has_axes or self.family.name in _TYPES:
-                    name = _TYPES.get(self.family.name, "mm_token_type_ids")
-                    given[name] = (torch.tensor([ids]) == self.token_id).int()
-                logits = self.model(input_ids=torch.tensor([ids]), **given).logits[0, -1]
-            found = torch.log_softmax(logits.double(), -1)
-            out.append(int(found.argmax()))
-            logprobs.append(float(found.max()))
-            ids.append(out[-1])
-        return out, logprobs
+        tokens = torch.tensor([list(ids)])
+        if self.has_axes or self.family.name in _TYPES:
+            given[_TYPES.get(self.family.name, "mm_token_type_ids")] = (tokens == self.token_id).int()
+        options = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+        with torch.no_grad():
+            out = self.model.generate(
+                input_ids=tokens, **given, **options, output_logits=True, return_dict_in_generate=True
+            )
+        logprobs = torch.log_softmax(torch.cat(out.logits).double(), -1).amax(-1)
+        return out.sequences[0, len(ids) :].tolist(), logprobs.tolist()

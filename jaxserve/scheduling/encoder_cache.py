@@ -66,7 +66,6 @@ class EncoderCache:
     Args:
         num_rows: capacity in embeddings; 0 without images.
         max_whole: maximum tokens of an image that one step computes whole; None if chunks may split images.
-        window: smallest sliding window in which whole images are seen; None without.
         sizes: sizes of a shard's steps, and costs of encoder runs; None to count an image's embeddings.
 
     Attributes:
@@ -78,10 +77,9 @@ class EncoderCache:
         self,
         num_rows: int,
         max_whole: int | None = None,
-        window: int | None = None,
         sizes: ScheduleConfig | None = None,
     ) -> None:
-        self._max_whole, self._window = max_whole, window
+        self._max_whole = max_whole
         self._costs = () if sizes is None else sizes.encoder_costs
         self._budget = 0 if sizes is None else sizes.max_num_batched_tokens
         self._num_layers = 1 if sizes is None else sizes.num_encoder_layers
@@ -117,11 +115,6 @@ class EncoderCache:
             raise RequestError(
                 f"a step must hold an image, whose tokens see each other, and each other row's token: at most "
                 f"{self._max_whole} tokens, got {longest}; raise max_num_batched_tokens or lower max_num_seqs"
-            )
-        if self._max_whole is not None and self._window is not None and longest > self._window:
-            raise RequestError(
-                f"an image whose tokens see each other must fit the model's sliding window of {self._window} tokens, "
-                f"got {longest}; take a smaller image or lower max_soft_tokens in mm_processor_kwargs"
             )
 
     def cost(self, image: PreparedImage) -> int:

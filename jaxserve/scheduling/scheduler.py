@@ -132,10 +132,7 @@ class Scheduler:
         self._transfers = Transfers(tiers)
         self.adapters = AdapterSlots(sizes.max_loras)
         max_whole = self._shard_sizes.max_num_batched_tokens - self._shard_sizes.max_num_seqs
-        window = min(filter(None, sizes.windows), default=None)
-        self.encoder = EncoderCache(
-            sizes.num_encoder_rows, max_whole if sizes.sees_images else None, window, self._shard_sizes
-        )
+        self.encoder = EncoderCache(sizes.num_encoder_rows, max_whole if sizes.sees_images else None, self._shard_sizes)
         turns, chunks = partial(RowTurns, sizes.row_turns), EvenChunks(self._shard_sizes, sizes.smallest_chunk)
         self.shards = [
             Shard(partial(self._new_ledger, first_slot), self.policy, sizes.num_spare_drafts, turns, chunks)

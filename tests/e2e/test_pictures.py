@@ -38,11 +38,11 @@ NUM_TOKENS = 6
 GREEDY: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "logprobs": 1}
 SERVED = ("llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", "gemma4")
 
-# Text parts that are not Llama's, by family.
+# Text parts that are not Llama's, by family. Some images are larger than Gemma's windows.
 _WINDOWS = {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 TEXT: dict[str, Any] = {
-    "gemma3": {"sliding_window": 11, "num_hidden_layers": 3, "head_dim": 16, **_WINDOWS},
-    "gemma4": {"sliding_window": 11, "use_bidirectional_attention": "vision"},
+    "gemma3": {"sliding_window": 4, "num_hidden_layers": 3, "head_dim": 16, **_WINDOWS},
+    "gemma4": {"sliding_window": 5, "use_bidirectional_attention": "vision"},
     "qwen3_5": {
         "rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 2, 2], "partial_rotary_factor": 1.0},
         "num_hidden_layers": 3,

@@ -234,9 +234,6 @@ def test_images_that_never_fit_are_refused() -> None:
         EncoderCache(NUM_ROWS).check_fits(request("0", [image(1, 65)]))
     with pytest.raises(RequestError, match="at most 36 tokens, got 40; raise max_num_batched_tokens"):
         EncoderCache(NUM_ROWS, 36).check_fits(request("0", [image(1, 40)]))
-    with pytest.raises(RequestError, match="sliding window of 8 tokens, got 9; take a smaller image"):
-        EncoderCache(NUM_ROWS, 36, 8).check_fits(request("0", [image(1, 9)]))
-    EncoderCache(NUM_ROWS, window=8).check_fits(request("0", [image(1, 9)]))
 
 
 def test_events_name_the_images_in_blocks() -> None:
