@@ -284,7 +284,14 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT_SIZES, "norm_topk_prob": True},
     "glm4_moe_lite": {**_LATENT_SIZES, "n_group": 1, "topk_group": 1},
     "deepseek_v32": {**_LATENT_SIZES, **_INDEX_SIZES},
-    "glm_moe_dsa": {**_LATENT_SIZES, **_INDEX_SIZES, "n_group": 1, "topk_group": 1},
+    "glm_moe_dsa": {
+        **_LATENT_SIZES,
+        **_INDEX_SIZES,
+        "n_group": 1,
+        "topk_group": 1,
+        "index_topk_freq": 2,
+        "index_skip_topk_offset": 1,
+    },
     "gpt_oss": {
         "num_experts": 6,
         "num_experts_per_tok": 3,

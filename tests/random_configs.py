@@ -176,6 +176,8 @@ def _latent(family: str, rng: random.Random, layers: int, rope: dict[str, Any]) 
         heads, rope_dim = rng.choice([16, 24]), int(overrides["qk_rope_head_dim"])
         overrides |= {"q_lora_rank": rng.choice([24, 17]), "index_topk": rng.choice([3, 9, 64])}
         overrides |= {"index_n_heads": heads, "index_head_dim": rope_dim + rng.choice([0, 8, 14])}
+    if family == "glm_moe_dsa":
+        overrides["indexer_types"] = ["full", *_kinds(["full", "shared"], layers, rng)[1:]]
     if family == "deepseek_v2":
         return {
             **overrides,

@@ -369,13 +369,18 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
         nodes = 1 + config.speculation.max_drafts + config.speculation.num_spare_drafts
         num_logits = max(num_logits, 8 * min(seqs, SPECULATIVE_ROWS) * nodes)
     computed = 4 * (num_logits * arch.vocab_size + 2 * tokens * token_size)
-    return SCRATCH_BYTES + computed + _choice_bytes(config, arch, seqs) + _logprob_bytes(config, arch, seqs + tokens)
+    return (
+        SCRATCH_BYTES
+        + computed
+        + _choice_bytes(config, arch, seqs, tokens)
+        + _logprob_bytes(config, arch, seqs + tokens)
+    )
 
 
-def _choice_bytes(config: EngineConfig, arch: ArchConfig, num_rows: int) -> int:
-    """Return the bytes by which `num_rows` rows choose among their tokens in a layer; 0 if they attend to all."""
+def _choice_bytes(config: EngineConfig, arch: ArchConfig, num_rows: int, num_tokens: int) -> int:
+    """Return the bytes by which a step's rows choose among their tokens; 0 if they attend to all."""
     max_len, page_size = config.max_model_len or arch.max_position, config.page_size or SMALL_PAGE_TOKENS
-    return arch.kv_layout.pool.choice_bytes(num_rows, arch.attention.num_heads, max_len, page_size)
+    return arch.kv_layout.pool.choice_bytes(num_rows, num_tokens, arch.attention.num_heads, max_len, page_size)
 
 
 def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:

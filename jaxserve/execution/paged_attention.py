@@ -11,10 +11,11 @@ import jax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxserve.layers.indexed_latents import IndexedLatents
 from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.layers.state_forms import StateRows
 from jaxserve.layers.token_context import LayerContext, NarrowingAttention, TokenContext
-from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, IndexInputs, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention import ChosenTokens, HeadMatrices, IndexInputs, RaggedRows
 
 
 @no_type_check  # also rebuilt around shapes and placeholders, like every pytree
@@ -33,6 +34,7 @@ class PagedAttention(NarrowingAttention):
         shared: this step's keys and values that later layers reuse, by layer.
         choosing: rows that choose the pages that they attend to; None if none do.
         ahead: number of later tokens that each token sees in layers with `sees_images`; None if there are none.
+        chosen: tokens chosen in earlier layers; None if no layer shares an earlier layer's choice.
     """
 
     backend: str = field(metadata={"static": True})
@@ -44,6 +46,7 @@ class PagedAttention(NarrowingAttention):
     shared: Mapping[int, tuple[Array, Array]] = field(default_factory=dict)
     choosing: Bool[Array, " R"] | None = None
     ahead: Int[Array, " T"] | None = None
+    chosen: ChosenTokens | None = None
 
     @classmethod
     def after(cls, tokens: TokenContext) -> PagedAttention:
@@ -70,7 +73,11 @@ class PagedAttention(NarrowingAttention):
         new = NewTokens(q, k, v, layer.rope, sinks, self.tree_mask, index, self.choosing, ahead)
         rows = self.groups[options.kv_group]
         kernel_options = dataclasses.replace(options.spec.attention.options, last_only=layer.last_only)
-        out, kv_pages = options.kv.attend(new, rows, self.kv_pages, layer.index, kernel_options, backend=self.backend)
+        args = new, rows, self.kv_pages, layer.index, kernel_options
+        if isinstance(options.kv, IndexedLatents):
+            out, kv_pages, chosen = options.kv.attend_chosen(*args, backend=self.backend, earlier=self.chosen)
+            return out, dataclasses.replace(self, kv_pages=kv_pages, shared=shared, chosen=chosen)
+        out, kv_pages = options.kv.attend(*args, backend=self.backend)
         return out, dataclasses.replace(self, kv_pages=kv_pages, shared=shared)
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], PagedAttention]:
@@ -89,10 +96,12 @@ class PagedAttention(NarrowingAttention):
     def part(self, start: Int[Array, ""], num_tokens: int) -> PagedAttention:
         """Return the attention for `num_tokens` of the step's tokens from `start` on."""
         groups = tuple(rows.part(start, num_tokens) for rows in self.groups)
-        shared, ahead = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, start, num_tokens), (self.shared, self.ahead)
+        chosen = self.chosen
+        shared, ahead, bits = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, num_tokens), (self.shared, self.ahead, chosen and chosen.bits)
         )
-        return dataclasses.replace(self, groups=groups, shared=shared, ahead=ahead)
+        chosen = chosen and chosen._replace(bits=bits)
+        return dataclasses.replace(self, groups=groups, shared=shared, ahead=ahead, chosen=chosen)
 
     def with_pools(self, after: PagedAttention) -> PagedAttention:
         """Return this attention with the pools that later layers have left in `after`."""

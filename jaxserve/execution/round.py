@@ -331,6 +331,7 @@ def run_model(
         *(model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows),
         choosing=choosing,
         ahead=tokens.ahead,
+        chosen=arch.kv_layout.pool.no_choice(model.backend, state.kv_pages, groups[0], tokens.row.shape[0]),
     )
     slot = rows.slot.at[tokens.row].get(**CLIPPED)
     slots = adapter_slots(state, rows, tokens)

@@ -19,6 +19,7 @@ from jaxserve.pallas_kernels import ragged_paged_attention as ops
 from jaxserve.pallas_kernels.op import AUTO, UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionOptions,
+    ChosenTokens,
     HeadMatrices,
     IndexedPages,
     MLAInputs,
@@ -26,6 +27,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     RaggedRows,
     has_canonical_layout,
     indexed,
+    pool_page_size,
 )
 
 
@@ -37,11 +39,14 @@ class IndexedLatents(LatentForm[IndexedPages]):
         num_index_heads: query heads of the indexer.
         index_dim: elements per index query and key, of which the last `rope_dim` are rotated.
         top_k: maximum tokens that a query attends to.
+        num_indexers: layers in the pool with index keys, if the others share an earlier layer's choice; None if all
+            layers have index keys.
     """
 
     num_index_heads: int
     index_dim: int
     top_k: int
+    num_indexers: int | None = None
 
     @property
     def _index_kind(self) -> ops.Latents:
@@ -75,6 +80,7 @@ class IndexedLatents(LatentForm[IndexedPages]):
         sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
         is_wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
         latents: Pages = ops.new_pages(backend, self.kind, **sizes, dtype=dtype)
+        sizes["num_layers"] = num_layers if self.num_indexers is None else self.num_indexers
         keys: Pages = ops.new_pages(backend, self._index_kind, **sizes, dtype=dtype if is_wide else jnp.bfloat16)
         assert isinstance(keys, Array), "index keys have no scales"
         return IndexedPages(latents, keys)
@@ -88,9 +94,17 @@ class IndexedLatents(LatentForm[IndexedPages]):
         assert isinstance(keys, Array), "index keys have no scales"
         return IndexedPages(latents, keys)
 
-    def choice_bytes(self, num_rows: int, num_heads: int, max_len: int, page_size: int) -> int:
-        """Return the bytes for a layer's scores and gathered latents, whatever the number of rows."""
-        return indexed.working_bytes(self.rank + self.rope_dim, num_heads, self.top_k, max_len)
+    def choice_bytes(self, num_rows: int, num_tokens: int, num_heads: int, max_len: int, page_size: int) -> int:
+        """Return the bytes for a layer's scores and gathered latents, and for the bits that layers share, twice."""
+        shared = 0 if self.num_indexers is None else 2 * num_tokens * max_len // 8
+        return shared + indexed.working_bytes(self.rank + self.rope_dim, num_heads, self.top_k, max_len)
+
+    def no_choice(self, backend: str, kv_pages: IndexedPages, rows: RaggedRows, num_tokens: int) -> ChosenTokens | None:
+        """Return the choice before a step's first layer; None if layers share none."""
+        if self.num_indexers is None:
+            return None
+        max_len = rows.page_table.shape[1] * pool_page_size(backend, kv_pages.latents)
+        return ChosenTokens.none(num_tokens, max_len, self.top_k)
 
     def attend(
         self,
@@ -103,10 +117,24 @@ class IndexedLatents(LatentForm[IndexedPages]):
         backend: str,
     ) -> tuple[Float[Array, "N Q V"], IndexedPages]:
         """Rotate, write the new latents and index keys, and attend to the chosen tokens; see `KVForm.attend`."""
-        assert new.indexer is not None, "a layer with an indexer has index queries and keys"
+        out, pages, _ = self.attend_chosen(new, rows, kv_pages, layer, options, backend=backend, earlier=None)
+        return out, pages
+
+    def attend_chosen(
+        self,
+        new: NewTokens,
+        rows: RaggedRows,
+        kv_pages: IndexedPages,
+        layer: Int[Array, ""],
+        options: AttentionOptions,
+        *,
+        backend: str,
+        earlier: ChosenTokens | None,
+    ) -> tuple[Float[Array, "N Q V"], IndexedPages, ChosenTokens | None]:
+        """Return the results of `attend`, and the choice for later layers, given the `earlier` one."""
         assert isinstance(new.v, HeadMatrices), "latents are expanded by matrices"
         inputs = MLAInputs(new.q, new.k[:, 0], new.v, rows, new.rope, new.tree_mask)
         options = replace(options, rank=self.rank)
         return indexed.indexed_mla_attention(
-            inputs, new.indexer, kv_pages, layer, options, top_k=self.top_k, backend=backend
+            inputs, new.indexer, kv_pages, layer, options, top_k=self.top_k, backend=backend, earlier=earlier
         )

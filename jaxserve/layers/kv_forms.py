@@ -17,6 +17,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     QUANTIZED,
     AttentionInputs,
     AttentionOptions,
+    ChosenTokens,
     HeadMatrices,
     IndexInputs,
     KVKind,
@@ -37,7 +38,7 @@ class NewTokens(NamedTuple):
         sinks: logits that take part in the softmax without values, or None.
         tree_mask: draft-token trees, or None.
         ahead: number of later tokens that each token sees, or None.
-        indexer: an indexer's queries, weights and keys, see `indexed_latents`; None without an indexer.
+        indexer: an indexer's queries, weights and keys, see `indexed_latents`; None in a layer without an indexer.
         choosing: rows that choose the pages that they attend to, see `page_bounds`; None if none do.
     """
 
@@ -92,11 +93,12 @@ class KVForm(ABC, Generic[PoolT]):
     def move_tokens(self, backend: str, kv_pages: PoolT, page_table: Int[Array, "rows M"], *moves: Array) -> PoolT:
         """Copy tokens within their rows, in all layers; see `ragged_paged_attention.move_tokens`."""
 
-    def choice_bytes(self, num_rows: int, num_heads: int, max_len: int, page_size: int) -> int:
-        """Return a step's bytes in a layer for rows that choose among their tokens; 0 if they attend to all.
+    def choice_bytes(self, num_rows: int, num_tokens: int, num_heads: int, max_len: int, page_size: int) -> int:
+        """Return a step's bytes for rows that choose among their tokens; 0 if they attend to all.
 
         Args:
             num_rows: number of rows.
+            num_tokens: number of tokens.
             num_heads: query heads.
             max_len: maximum tokens in a row.
             page_size: tokens per page.
@@ -106,6 +108,10 @@ class KVForm(ABC, Generic[PoolT]):
     def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
         """Return a step's rows, prepared once for all layers; see `ragged_paged_attention.step_rows`."""
         return ops.step_rows(backend, rows)
+
+    def no_choice(self, backend: str, kv_pages: PoolT, rows: RaggedRows, num_tokens: int) -> ChosenTokens | None:
+        """Return the tokens chosen before a step's first layer; None if no layer shares an earlier layer's choice."""
+        return None
 
     @abstractmethod
     def attend(

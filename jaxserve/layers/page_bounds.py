@@ -67,7 +67,7 @@ class BoundedHeads(HeadForm[BoundedPages]):
         """Raise an error: tokens move only after drafts, which an engine with bounds has refused."""
         raise AssertionError("rows that choose pages take no drafts")
 
-    def choice_bytes(self, num_rows: int, num_heads: int, max_len: int, page_size: int) -> int:
+    def choice_bytes(self, num_rows: int, num_tokens: int, num_heads: int, max_len: int, page_size: int) -> int:
         """Return the float32 bytes of all rows' bounds."""
         return 4 * num_rows * -(-max_len // page_size) * self.token_size
 

@@ -87,7 +87,8 @@ class Attention(ABC):
             v: values, or the matrices that expand latents to keys and values; None if `k` is.
             layer: the layer.
             sinks: logits that take part in the softmax without values.
-            index: an indexer's queries, weights and keys, by which each query chooses its tokens; None to see all.
+            index: an indexer's queries, weights and keys, by which each query chooses its tokens; None to see all, or
+                the earlier choice if `AttentionSpec.shares_choice`.
         """
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], Self]:

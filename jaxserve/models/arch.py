@@ -370,11 +370,13 @@ class ArchConfig:
 
     @property
     def token_choice(self) -> TokenChoice | None:
-        """Costs of an indexer, by which queries choose their tokens in all layers; None without an indexer."""
+        """Mean costs of indexers, by which queries choose their tokens in all layers; None without indexers."""
         if not isinstance(kv := self.attention.kv, IndexedLatents):
             return None
-        score_size = self.attention.num_heads * kv.score_size
-        return TokenChoice(kv.top_k, kv.index_dim / kv.token_size, kv.num_index_heads * kv.index_dim / score_size)
+        fraction = sum(not each.shares_choice for each in self.attention_layers) / len(self.attention_layers)
+        score_size, index_dim = self.attention.num_heads * kv.score_size, fraction * kv.index_dim
+        key_bytes = index_dim / (kv.token_size - kv.index_dim + index_dim)
+        return TokenChoice(kv.top_k, key_bytes, kv.num_index_heads * index_dim / score_size)
 
     @property
     def has_alike_heads(self) -> bool:

@@ -1,6 +1,8 @@
 """DeepSeek V2, V3 and V3.2, Kimi K2, GLM-4.7-Flash and GLM-5: MLA, and MoE with shared experts.
 
-V3.2 and GLM-5 have an indexer in each layer, which chooses the tokens that a query attends to."""
+V3.2 and GLM-5 have indexers, which choose the tokens that a query attends to. In GLM-5 layers may share the latest
+indexer's choice.
+"""
 
 import math
 from collections.abc import Collection, Mapping
@@ -20,11 +22,13 @@ from jaxserve.models.hf_config import (
     COUNT,
     POSITIVE,
     SIZE,
+    STRINGS,
     SWITCH,
     HfConfig,
     one_of,
     read_field,
     read_fields,
+    read_num_layers,
     read_rope,
 )
 from jaxserve.models.layer_kinds import read_kinds
@@ -125,11 +129,17 @@ _INDEX_FIELDS = {
     **dict.fromkeys(("index_topk", "index_head_dim", "index_n_heads", "q_lora_rank", "qk_rope_head_dim"), SIZE),
     "indexer_rope_interleave": SWITCH,
 }
-_NOT_SHARED = "layers that share an earlier layer's choice are not supported"
+_INDEXER_TYPES = {"F": "full", "S": "shared"}  # by letter in `index_topk_pattern`
 _SHARED_INDEX_FIELDS = {
-    "index_topk_pattern": FieldType(f"null: {_NOT_SHARED}", lambda value: value is None),
-    "index_topk_freq": FieldType(f"1: {_NOT_SHARED}", lambda value: value == 1),
-    "index_skip_topk_offset": integer(0),  # without effect if `index_topk_freq` is 1
+    "index_topk_pattern": FieldType(
+        'null, a string of "F" and "S", or a list of "full" and "shared"',
+        lambda value: (
+            (isinstance(value, str) and _INDEXER_TYPES.keys() >= set(value))
+            or (STRINGS.holds(value) and set(_INDEXER_TYPES.values()) >= set(value))
+        ),
+    ).or_null(),
+    "index_topk_freq": COUNT,
+    "index_skip_topk_offset": integer(0),
 }
 _V2_FIELDS = {
     "scoring_func": one_of(["softmax"]),
@@ -139,7 +149,6 @@ _V2_FIELDS = {
     ),
 }
 _DENSE, _SPARSE, _INDEXED = "dense", "sparse", "indexed_attention"
-_FULL_INDEXER = "full"  # the layer has an indexer, and does not share the previous one's choice
 
 
 def v2_arch(config: HfConfig) -> ArchConfig:
@@ -184,10 +193,22 @@ def v32_arch(config: HfConfig) -> ArchConfig:
 
 
 def glm_dsa_arch(config: HfConfig) -> ArchConfig:
-    """Parse a GLM-5 config.json whose layers all have indexers; layers may not share an earlier layer's choice."""
-    read_kinds(config, lambda _: _FULL_INDEXER, (_FULL_INDEXER,), "indexer_types")
-    read_fields(config, _SHARED_INDEX_FIELDS)
-    return v32_arch(config)
+    """Parse a GLM-5 config.json: V3.2's fields, and the layers that share the latest indexer's choice."""
+    values, num_layers = read_fields(config, _SHARED_INDEX_FIELDS), read_num_layers(config)
+    pattern, freq, offset = (values[name] for name in _SHARED_INDEX_FIELDS)
+
+    def default(layer: int) -> str:
+        """Return a layer's type without `indexer_types`, as transformers does."""
+        if pattern is not None:
+            return _INDEXER_TYPES.get(pattern[layer], pattern[layer])
+        return "shared" if max(layer - offset + 1, 0) % max(freq, 1) else "full"
+
+    if pattern is not None and len(pattern) < num_layers:
+        raise ConfigError(f"config.json: index_topk_pattern must have {num_layers} layers, got {pattern!r}")
+    kinds = read_kinds(config, default, [*_INDEXER_TYPES.values()], "indexer_types")
+    if kinds[0] != "full":
+        raise ConfigError(f"config.json: the first layer's indexer must be 'full', got {kinds}")
+    return v32_arch(config).with_attention(shares_choice=[kind == "shared" for kind in kinds])
 
 
 def _arch(config: HfConfig, dense_layers: Collection[int] | None = None, **routing: Any) -> ArchConfig:

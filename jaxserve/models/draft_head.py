@@ -73,8 +73,8 @@ def param_specs(arch: ArchConfig, *, wide: bool) -> list[ParamSpec]:
 
 
 def following_arch(target: ArchConfig) -> ArchConfig:
-    """Return the target's architecture with only its last layer, for an MTP layer, which has the same sizes."""
-    return dataclasses.replace(target, layers=target.layers[-1:])
+    """Return the target's architecture with only its last layer, with an indexer if it shares one, for an MTP layer."""
+    return dataclasses.replace(target, layers=(target.layers[-1].attending(shares_choice=False),))
 
 
 def following_specs(arch: ArchConfig, prefix: str) -> list[ParamSpec]:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.indexed_latents import IndexedLatents
 from jaxserve.layers.kv_forms import HeadVectors, KVForm, LatentForm, MixedHeads, PartOfPages
 from jaxserve.layers.page_bounds import BoundedHeads
 from jaxserve.models.layer_spec import LayerSpec, local_kv
@@ -68,7 +69,7 @@ class KVLayout:
 
     def _form(self, kind: _Kind) -> KVForm[Any]:
         """Return the token layout for layers with these properties: a part of a page if their heads are smaller."""
-        if isinstance(self.pool, BoundedHeads):
+        if isinstance(self.pool, BoundedHeads | IndexedLatents):
             return self.pool
         if not isinstance(self.pool, MixedHeads) or kind.kv != self.pool.smaller:
             return kind.kv
@@ -137,6 +138,8 @@ def lay_out(
         assert isinstance(larger, HeadVectors), "no model has both MLA and KV heads"
         assert isinstance(smaller, HeadVectors), "no model has both MLA and KV heads"
         pool = MixedHeads(larger.num_kv_heads, larger.head_dim, smaller)
+    if isinstance(pool, IndexedLatents) and any(layer.attention.shares_choice for layer in layers):
+        pool = replace(pool, num_indexers=sum(not layer.attention.shares_choice for layer in layers))
     sources = [_source(layers, layer) for layer in range(len(layers))]
     num_recurrent = [*accumulate((layer.state is not None for layer in layers), initial=0)]
     if groups is not None:

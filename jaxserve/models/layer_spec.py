@@ -8,6 +8,7 @@ A layer has one mixer and a feed-forward part: an MLP, experts, both or none.
 | positions: RoPE, NoPE | `AttentionSpec.rope`, None for NoPE |
 | sliding window | `AttentionSpec.window` |
 | vectors per token in the KV pool: keys and values, or MLA latents, with or without index keys | `AttentionSpec.kv` |
+| tokens chosen by an earlier layer's indexer | `AttentionSpec.shares_choice` |
 | shared KV, cross attention: keys and values that the layer does not make | `AttentionSpec.kv_source` |
 | recurrent layers: Gated DeltaNet, Mamba-2 | a `StateForm` as the mixer |
 | MoE with dense layers first or between | `mlp` in some layers, `experts` in the others |
@@ -76,6 +77,8 @@ class AttentionSpec:
         kv_source: earlier layer whose keys and values this layer reads; EXTERNAL for cross attention, which neither
             reads nor writes the pool; None for its own.
         sees_images: True if each token of an image sees the whole image, also its later tokens.
+        shares_choice: True if queries attend to the tokens that they chose in the latest layer with an indexer (DSA);
+            False if the layer has an indexer, or no layer has.
     """
 
     num_heads: int
@@ -92,6 +95,7 @@ class AttentionSpec:
     mla: MlaSizes | None = None
     kv_source: int | None = None
     sees_images: bool = False
+    shares_choice: bool = False
 
     @property
     def head_dim(self) -> int:

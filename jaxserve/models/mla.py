@@ -57,7 +57,7 @@ def attention_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[Para
             rows.vector(name, None, [f"self_attn.{hf_name}.bias"], [size], "zeros")
             for name, (hf_name, size) in biases.items()
         ]
-    if isinstance(kv := attention.kv, IndexedLatents):
+    if isinstance(kv := attention.kv, IndexedLatents) and not attention.shares_choice:
         assert q_rank is not None, "an indexer's queries are projected from low-rank ones"
         index_rows = kv.num_index_heads * kv.index_dim
         specs += [
@@ -92,7 +92,7 @@ def attention(
     value = rms_norm(value, p["kv_a_norm"], _INNER_EPS)
     latents = jnp.concatenate([value, _halves(key, is_interleaved=latent.interleaved)], axis=-1)[:, None]
     index = None
-    if isinstance(kv := layer.attention.kv, IndexedLatents):
+    if isinstance(kv := layer.attention.kv, IndexedLatents) and not layer.attention.shares_choice:
         index = _index(p, normed, low_rank, tokens, kv, is_interleaved=latent.index_interleaved)
     out, tokens = tokens.attend(q, latents, matrices, layer, index=index)
     return project_out(p, out, tokens, arch, residual), tokens

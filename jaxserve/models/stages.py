@@ -56,12 +56,16 @@ def layer_costs(arch: ArchConfig) -> list[float]:
 
 
 def _starts(arch: ArchConfig) -> list[int]:
-    """Return the layers at which a stage may begin: later layers must not read earlier ones' keys and values."""
+    """Return the layers at which a stage may begin: later layers must not read what earlier ones make.
+
+    They may read earlier layers' keys and values, or their choice of tokens.
+    """
     sources = [layer.attention.kv_source if layer.state is None else None for layer in arch.layers]
     first_read = [
         *accumulate((arch.num_layers if each is None or each < 0 else each for each in reversed(sources)), min)
     ][::-1]
-    return [layer for layer, first in enumerate(first_read) if first >= layer]
+    shares = [layer.state is None and layer.attention.shares_choice for layer in arch.layers]
+    return [layer for layer, first in enumerate(first_read) if first >= layer and not shares[layer]]
 
 
 def _max_stages(arch: ArchConfig) -> int:

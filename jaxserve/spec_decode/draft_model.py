@@ -284,8 +284,10 @@ class DraftModel:
             position = jnp.where(node > 0, last.position[row] + depth, position)
         num_rows = jnp.int32(rows.slot.shape[0])
         group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
+        form, num_tokens = self.arch.kv_layout.pool, ids.shape[0]
         attention = PagedAttention(
-            self.backend, kv_pages, (self.arch.kv_layout.pool.step_rows(self.backend, group),), tree_mask
+            *(self.backend, kv_pages, (form.step_rows(self.backend, group),), tree_mask),
+            chosen=form.no_choice(self.backend, kv_pages, group, num_tokens),
         )
         hidden, tokens = decoder.forward(params, self.arch, ids, TokenContext(position, attention, live=live))
         return hidden, PagedAttention.after(tokens).kv_pages

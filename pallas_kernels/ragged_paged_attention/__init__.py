@@ -29,7 +29,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.attention import (
     select_backend,
     step_rows,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.indexed import IndexedPages, IndexInputs
+from jaxserve.pallas_kernels.ragged_paged_attention.indexed import ChosenTokens, IndexedPages, IndexInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
     AttentionInputs,
     AttentionOptions,
@@ -63,6 +63,7 @@ __all__ = [
     "QUANTIZED",
     "AttentionInputs",
     "AttentionOptions",
+    "ChosenTokens",
     "HeadMatrices",
     "HeadTerms",
     "Heads",

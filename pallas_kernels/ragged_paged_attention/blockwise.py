@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.tiles import ceil_div
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import MAX_NODES, tree_starts
 
+OutputsT = TypeVar("OutputsT")  # an array with an entry per token, or several
 DECODE_GROUP_ROWS = 16
 DECODE_BLOCK_TOKENS = 64
 PREFILL_TILE_QUERIES = 64
@@ -190,28 +191,25 @@ class Queries(NamedTuple):
 
 
 def fill_decode_rows(
-    compute: Callable[[Queries], Float[Array, "B 1 Q V"]],
-    out: Float[Array, "T Q V"],
-    rows: RaggedRows,
-    is_filled: Bool[Array, "R"],
-) -> Float[Array, "T Q V"]:
+    compute: Callable[[Queries], OutputsT], out: OutputsT, rows: RaggedRows, is_filled: Bool[Array, "R"]
+) -> OutputsT:
     """Fill in the outputs of some rows with one new token, one group of rows with similar lengths at a time.
 
     Args:
-        compute: function that returns the outputs for a group's queries.
-        out: outputs of all new tokens.
+        compute: function that returns the outputs for a group's queries, arrays [B, 1, ...].
+        out: outputs of all new tokens, arrays [T, ...].
         rows: the step's rows.
         is_filled: rows to compute.
 
     Returns:
         `out` with the outputs of these rows filled in.
     """
-    T, R = out.shape[0], rows.kv_lens.shape[0]
+    T, R = jax.tree.leaves(out)[0].shape[0], rows.kv_lens.shape[0]
     group_rows = min(DECODE_GROUP_ROWS, R)
     kv_lens = jnp.where(is_filled, rows.kv_lens, 0)
     longest_first = jnp.argsort(kv_lens, descending=True).astype(jnp.int32)
 
-    def fill_group(group: Int32[Array, ""], out: Float[Array, "T Q V"]) -> Float[Array, "T Q V"]:
+    def fill_group(group: Int32[Array, ""], out: OutputsT) -> OutputsT:
         # The last group starts early enough to be full; rows that it repeats get identical results.
         start = jnp.minimum(group * group_rows, R - group_rows)
         row_id = lax.dynamic_slice(longest_first, (start,), (group_rows,))
@@ -219,25 +217,29 @@ def fill_decode_rows(
         position = kv_lens[row_id][:, None] - 1
         page_table = rows.page_table[rows.table_rows(row_id)]
         queries = Queries(lambda x: x.at[token_id].get(mode="clip")[:, None], position, page_table)
-        return out.at[token_id].set(compute(queries)[:, 0], mode="drop")
+        filled: OutputsT = jax.tree.map(
+            lambda x, new: x.at[token_id].set(new[:, 0], mode="drop"), out, compute(queries)
+        )
+        return filled
 
     num_groups = (jnp.sum(is_filled, dtype=jnp.int32) + group_rows - 1) // group_rows
-    return lax.fori_loop(0, num_groups, fill_group, out)
+    result: OutputsT = lax.fori_loop(0, num_groups, fill_group, out)
+    return result
 
 
 def fill_prefill_rows(
-    compute: Callable[[Queries], Float[Array, "1 X Q V"]],
-    out: Float[Array, "T Q V"],
+    compute: Callable[[Queries], OutputsT],
+    out: OutputsT,
     rows: RaggedRows,
     is_filled: Bool[Array, "R"],
     nodes: Int32[Array, "T columns"] | None = None,
     ahead: Int32[Array, "T"] | None = None,
-) -> Float[Array, "T Q V"]:
+) -> OutputsT:
     """Fill in the outputs of some rows with several new tokens, one query tile at a time.
 
     Args:
-        compute: function that returns the outputs for a tile's queries.
-        out: outputs of all new tokens.
+        compute: function that returns the outputs for a tile's queries, arrays [1, X, ...].
+        out: outputs of all new tokens, arrays [T, ...].
         rows: the step's rows.
         is_filled: rows to compute.
         nodes: draft-tree nodes that each token sees, from `visible_nodes`, or None.
@@ -246,12 +248,12 @@ def fill_prefill_rows(
     Returns:
         `out` with the outputs of these rows filled in.
     """
-    T = out.shape[0]
+    T = jax.tree.leaves(out)[0].shape[0]
     tile_size = min(PREFILL_TILE_QUERIES, T)
     num_tiles = jnp.where(is_filled, (rows.live_q_lens() + tile_size - 1) // tile_size, 0)
     tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
 
-    def fill_tile(tile: Int32[Array, ""], out: Float[Array, "T Q V"]) -> Float[Array, "T Q V"]:
+    def fill_tile(tile: Int32[Array, ""], out: OutputsT) -> OutputsT:
         row_id = jnp.sum(tile_ends <= tile, dtype=jnp.int32)
         first_token = rows.cu_q_lens[row_id] + (tile - tile_ends[row_id] + num_tiles[row_id]) * tile_size
         end_token = jnp.minimum(first_token + tile_size, rows.cu_q_lens[row_id + 1])
@@ -273,10 +275,16 @@ def fill_prefill_rows(
             position = jnp.where(in_tile, position, -1)
             end = jnp.where(in_tile, position + 1 + take(ahead)[0], 0)
             tile_out = compute(Queries(take, position[None], page_table, tree, end[None]))
-        merged = jnp.where(in_tile[:, None, None], tile_out[0], take(out)[0])
-        return lax.dynamic_update_slice_in_dim(out, merged, start, axis=0)
 
-    return lax.fori_loop(0, tile_ends[-1], fill_tile, out)
+        def fill(x: Shaped[Array, "T *rest"], new: Shaped[Array, "1 X *rest"]) -> Shaped[Array, "T *rest"]:
+            mask = in_tile.reshape(-1, *[1] * (x.ndim - 1))
+            return lax.dynamic_update_slice_in_dim(x, jnp.where(mask, new[0], take(x)[0]), start, axis=0)
+
+        filled: OutputsT = jax.tree.map(fill, out, tile_out)
+        return filled
+
+    result: OutputsT = lax.fori_loop(0, tile_ends[-1], fill_tile, out)
+    return result
 
 
 def attend_blocks(

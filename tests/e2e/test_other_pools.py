@@ -21,12 +21,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 pytestmark = pytest.mark.full
 
 
-FAMILIES = {"deepseek_v3": {}, "deepseek_v32": {}, "gemma4": {"vocab_size_per_layer_input": VOCAB_SIZE}}
+FAMILIES = {"deepseek_v3": {}, "glm_moe_dsa": {}, "gemma4": {"vocab_size_per_layer_input": VOCAB_SIZE}}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a checkpoint: DeepSeek-V3 and V3.2 have an MLP in the first layer, Gemma 4 has layers that share keys."""
+    """Return a checkpoint: DeepSeek-V3 and GLM-5 have an MLP in the first layer, Gemma 4 has layers that share keys."""
     path: Path = tmp_path_factory.mktemp(request.param)
     sizes = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": EOS}
     checkpoints.write_checkpoint(path, request.param, **sizes, **FAMILIES[request.param])

@@ -35,12 +35,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {},
     "gemma4": {"vocab_size_per_layer_input": VOCAB_SIZE},
     "deepseek_v3": {},
-    "deepseek_v32": {},
+    "glm_moe_dsa": {},
     "qwen3_5": HYBRID,
     "granite_moe_hybrid": HYBRID,
 }
 # They add a prompt's tokens in an order that depends on its parts, and a preempted row gets other parts.
-PARTS_MATTER = {"deepseek_v32", "qwen3_5", "granite_moe_hybrid"}
+PARTS_MATTER = {"glm_moe_dsa", "qwen3_5", "granite_moe_hybrid"}
 
 
 def swap_often(engine: DrivenEngine, monkeypatch: pytest.MonkeyPatch, seed: int) -> list[int]:

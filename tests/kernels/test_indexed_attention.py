@@ -1,5 +1,6 @@
 """MLA over chosen tokens against numpy: decoding rows and chunks, ties, draft trees, and rows within the choice."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -125,6 +126,36 @@ def test_queries_attend_to_their_best_tokens(backend: str) -> None:
     assert num_ties, "some queries leave out later tokens"
 
 
+@functools.partial(jax.jit, static_argnames=("form", "backend", "last_only"), compiler_options=UNOPTIMIZED)
+def attend_twice(new: NewTokens, rows: RaggedRows, pool: Any, form: Any, backend: str, *, last_only: bool) -> Any:
+    """Attend in a layer with an indexer, then in a layer that shares its choice, perhaps for the last tokens only."""
+    earlier, last = form.no_choice(backend, pool, rows, int(NUM_TOKENS)), rows.last_tokens()[1]
+    facts: Any = {"backend": backend}
+    args = rows, pool, jnp.int32(0), AttentionOptions(SCALE)
+    first, pool, earlier = form.attend_chosen(new, *args, **facts, earlier=earlier)
+    shared = new._replace(indexer=None, q=new.q[last] if last_only else new.q)
+    args = rows, pool, jnp.int32(1), AttentionOptions(SCALE, last_only=last_only)
+    out, pool, _ = form.attend_chosen(shared, *args, **facts, earlier=earlier)
+    return first, out, pool
+
+
+@pytest.mark.parametrize("last_only", [pytest.param(False, marks=pytest.mark.long), True])
+def test_a_layer_shares_an_earlier_layers_choice(last_only: bool) -> None:
+    tokens, backend, form = Sequences(), BACKENDS[0], dataclasses.replace(FORM, num_indexers=1)
+    pool = new_pool(form, backend)
+    assert pool.index_keys.shape[0] == 1 < pool.latents.shape[0]
+    _, _, pool = attend_twice(
+        *tokens.new(0 * LENGTHS, LENGTHS - COUNTS, None), pool, form, backend, last_only=last_only
+    )
+    first, out, _ = attend_twice(*tokens.new(LENGTHS - COUNTS, COUNTS, None), pool, form, backend, last_only=last_only)
+    ends = np.cumsum(COUNTS)
+    own = first[ends - 1] if last_only else first[: ends[-1]]
+    np.testing.assert_allclose(out[: len(own)], own, atol=1e-5)
+    for row, length in enumerate(LENGTHS):
+        expected, _ = tokens.outputs(row, length - 1, list(range(length)), None)
+        np.testing.assert_allclose(out[row if last_only else ends[row] - 1], expected, atol=1e-5, err_msg=str(row))
+
+
 @pytest.mark.long
 def test_a_tree_chooses_among_visible_tokens() -> None:
     tokens, row = Sequences(), 2
@@ -197,8 +228,10 @@ def test_a_decoding_row_reads_its_chosen_latents_only() -> None:
 
 def test_working_memory_is_bounded() -> None:
     published = IndexedLatents(512, 64, 64, 128, 2048)
-    num_bytes = published.choice_bytes(256, 128, 131072, 64)
-    assert num_bytes == published.choice_bytes(1, 128, 131072, 64) < 200e6
+    num_bytes = published.choice_bytes(256, 2048, 128, 131072, 64)
+    assert num_bytes == published.choice_bytes(1, 1, 128, 131072, 64) < 200e6
+    shared = dataclasses.replace(published, num_indexers=20)
+    assert shared.choice_bytes(256, 2048, 128, 131072, 64) - num_bytes == 2 * 2048 * 131072 // 8
 
 
 def test_index_keys_of_a_quantised_pool_have_16_bits() -> None:

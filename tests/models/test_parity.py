@@ -46,17 +46,20 @@ if packed_linear.unsupported("float32", jax.default_backend()) is None:
 class DenseAttention(Attention):
     """Causal attention over one whole sequence, as a dense matrix, and recurrent states from zeros.
 
-    `count` is a sum of layer indices, `shared` the keys and values that further layers read.
+    `count` is a sum of layer indices, `shared` the keys and values that further layers read, and `unchosen` the tokens
+    that an indexer has left out.
     """
 
     count: jax.Array
     shared: dict = field(default_factory=dict)
+    unchosen: jax.Array | None = None
 
     def attend(self, q, k, v, layer, sinks, index=None):
         rope, options = layer.rope, layer.attention.options
         T, Q, _ = q.shape
         k, v, shared = layer.options.share(k, v, self.shared)
         unchosen = index and unchosen_tokens(index, rope, layer.attention.kv.top_k)
+        unchosen = self.unchosen if layer.attention.shares_choice else unchosen
         matrices = v if isinstance(v, HeadMatrices) and v.terms else None
         if matrices:  # queries have terms: all heads attend to the latents
             (_, nope_dim, rank), rotated_q = v.to_keys.shape, apply_rope(q[..., v.to_keys.shape[1] :], rope)
@@ -81,7 +84,8 @@ class DenseAttention(Attention):
             scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (Q, T, 1))], axis=-1)
         out = jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores)[..., :T], v)
         out = matrices.values(out) if matrices else out
-        return out, dataclasses.replace(self, count=self.count + layer.index, shared=shared)
+        kept = self.unchosen if self.unchosen is None or unchosen is None else unchosen
+        return out, dataclasses.replace(self, count=self.count + layer.index, shared=shared, unchosen=kept)
 
     def advance(self, inputs, layer):
         T, one = len(inputs[0]), jnp.zeros(1, jnp.int32)
@@ -102,7 +106,8 @@ def unchosen_tokens(index, rope, top_k):
 
 def whole_sequence(token_ids):
     """Return the context of the tokens of one sequence."""
-    return TokenContext(jnp.arange(len(token_ids)), DenseAttention(jnp.int32(10)))
+    T = len(token_ids)
+    return TokenContext(jnp.arange(T), DenseAttention(jnp.int32(10), unchosen=jnp.zeros((T, T), bool)))
 
 
 def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=matrix_transform, max_len=None):
