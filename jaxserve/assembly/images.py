@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from jaxserve.errors import ConfigError, brief
 from jaxserve.images.families import read_placeholders
 from jaxserve.images.layouts import FixedLayout, Layout
 from jaxserve.images.loading import ImageSources
+from jaxserve.images.processor import ImageProcessor
 from jaxserve.images.processor_files import image_processor, read_processor_files
 from jaxserve.images.reader import ImageOptions, ImageReader
 
@@ -49,9 +51,13 @@ def build_image_reader(config: EngineConfig, arch: ArchConfig, tokenizer: Tokeni
     # Saved configs lack values that are transformers' defaults; the tower has them.
     vision = {**(raw.get("vision_config") or {}), "patch_size": tower.patch_shape[-1]}
     sizes = {**raw, **_tiling(processor), "vision_config": vision, "spatial_merge_size": tower.merge_size}
-    new_processor = partial(image_processor, fields, sizes, max_patches=tower.buckets[-1])
+
+    def new_processor(adjusted: Mapping[str, object]) -> ImageProcessor:
+        made = image_processor(fields, sizes, adjusted, max_patches=tower.buckets[-1])
+        _check_tower(made.layout, tower, "mm_processor_kwargs" if adjusted else "preprocessor_config.json")
+        return made
+
     layout = new_processor({}).layout
-    _check_tower(layout, tower)
     ids = _added_ids(config) if tokenizer is None else tokenizer.vocabulary()
     placeholders = read_placeholders(
         raw,
@@ -60,6 +66,7 @@ def build_image_reader(config: EngineConfig, arch: ArchConfig, tokenizer: Tokeni
         layout,
         ids.get,
         (lambda _: "") if tokenizer is None else tokenizer.token_text,
+        None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False),
     )
     options = ImageOptions(
         max_images=read_max_images(config.limit_mm_per_prompt),
@@ -70,28 +77,23 @@ def build_image_reader(config: EngineConfig, arch: ArchConfig, tokenizer: Tokeni
     return ImageReader(new_processor, placeholders, options)
 
 
-def _check_tower(layout: Layout, tower: VisionArch) -> None:
-    """Raise ConfigError if the image processor and the vision tower differ in patches or embeddings."""
+def _check_tower(layout: Layout, tower: VisionArch, where: str) -> None:
+    """Raise ConfigError, naming `where`, if the image processor and the tower differ in patches or embeddings."""
     side = tower.patch_shape[-1]
     if layout.patch_size != side:
-        raise ConfigError(f"preprocessor_config.json must have the tower's patch_size {side}, got {layout.patch_size}")
+        raise ConfigError(f"{where} must have the tower's patch_size {side}, got {layout.patch_size}")
     if tower.tiles is not None:
         for name in ("tile_size", "pinpoints", "max_tiles"):
             expected, found = getattr(tower.tiles, name), getattr(layout, name, None)
             if found != expected:
-                raise ConfigError(
-                    f"preprocessor_config.json must have the {name} of config.json, {brief(expected)}, got "
-                    f"{brief(found)}"
-                )
+                raise ConfigError(f"{where} must have the {name} of config.json, {brief(expected)}, got {brief(found)}")
         return
     grid = tower.grid or (4 * tower.merge_size, 2 * tower.merge_size)
     if isinstance(layout, FixedLayout) and layout.grid != grid:
-        raise ConfigError(f"preprocessor_config.json must make {grid} patches, as the tower takes, got {layout.grid}")
+        raise ConfigError(f"{where} must make {grid} patches, as the tower takes, got {layout.grid}")
     made, taken = tower.num_embeddings(grid), layout.num_embeddings(grid, grid)
     if made != taken:
-        raise ConfigError(
-            f"preprocessor_config.json must count the tower's {made} embeddings for {grid} patches, got {taken}"
-        )
+        raise ConfigError(f"{where} must count the tower's {made} embeddings for {grid} patches, got {taken}")
 
 
 def _tiling(processor: dict[str, object]) -> dict[str, object]:

@@ -1,13 +1,14 @@
 """Prompts: their accepted types, and the token ids they stand for."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import PromptTooLongError, RequestError
 from jaxserve.images.inputs import PROMPT_KEYS
-from jaxserve.images.prepared import ExpandedPrompt
+from jaxserve.images.prepared import EncodedPrompt, ExpandedPrompt
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -24,7 +25,7 @@ def read_prompt(
     max_tokens: int | None = None,
     *,
     keeps_first: bool = False,
-    rewrite: Callable[[str], str] | None = None,
+    rewrite: Callable[[str, Sequence[int]], str] | None = None,
 ) -> tuple[str | None, TokenIds, str | None]:
     """Return a prompt's text (None if it has only token ids), its token ids and its cache salt.
 
@@ -34,7 +35,8 @@ def read_prompt(
         tokenizer: None if prompts must be token ids.
         max_tokens: maximum number of tokens; of more, the last ones are kept. None for all.
         keeps_first: True to keep the first ones instead.
-        rewrite: function from the text to the one that is encoded; None for the same.
+        rewrite: function from the text of a prompt with images, and their numbers of crops, to the text that is
+            encoded; None for a prompt without images.
 
     Raises:
         RequestError: the prompt has no accepted type.
@@ -56,14 +58,25 @@ def read_prompt(
     if isinstance(content, str):
         if tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer; pass token ids, or drop skip_tokenizer_init")
-        written = content if rewrite is None else rewrite(content)
-        return content, tokenizer.encode(written, max_tokens=max_tokens, keeps_first=keeps_first), salt
+        if rewrite is None:
+            return content, tokenizer.encode(content, max_tokens=max_tokens, keeps_first=keeps_first), salt
+        encode = partial(_encode_rewritten, tokenizer, rewrite, content)
+        return content, EncodedPrompt(encode(()), encode), salt
     if isinstance(content, ExpandedPrompt) and (content.images or max_tokens is None):
+        return text, content, salt
+    if isinstance(content, EncodedPrompt):
         return text, content, salt
     token_ids = _read_token_ids(content)
     if max_tokens is not None:
         token_ids = token_ids[:max_tokens] if keeps_first else token_ids[-max_tokens:]
     return text, token_ids, salt
+
+
+def _encode_rewritten(
+    tokenizer: Tokenizer, rewrite: Callable[[str, Sequence[int]], str], text: str, counts: Sequence[int]
+) -> TokenIds:
+    """Return the token ids of a text that is rewritten for images with these numbers of crops."""
+    return tokenizer.encode(rewrite(text, counts))
 
 
 def check_bound(text: str, tokenizer: Tokenizer, schedule: ScheduleConfig, advice: str = "") -> None:

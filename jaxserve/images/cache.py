@@ -9,6 +9,8 @@ from collections.abc import Hashable
 
 from jaxserve.images.prepared import PreparedImage
 
+Picture = tuple[PreparedImage, ...]  # an image, followed by its crops
+
 
 class ImageCache:
     """Least recently used prepared images. Thread-safe.
@@ -24,33 +26,39 @@ class ImageCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._images: OrderedDict[Hashable, PreparedImage] = OrderedDict()
+        self._images: OrderedDict[Hashable, Picture] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = self.num_queries = self.num_hits = 0
 
-    def get(self, key: Hashable) -> PreparedImage | None:
+    def get(self, key: Hashable) -> Picture | None:
         with self._lock:
             self.num_queries += 1
-            if (image := self._images.get(key)) is not None:
+            if (picture := self._images.get(key)) is not None:
                 self._images.move_to_end(key)
                 self.num_hits += 1
-            return image
+            return picture
 
     def clear(self) -> None:
         with self._lock:
             self._images.clear()
             self.num_bytes = 0
 
-    def put(self, key: Hashable, image: PreparedImage) -> None:
-        """Keep an image, and drop those used least recently, as many as the limit demands."""
+    def put(self, key: Hashable, picture: Picture) -> None:
+        """Keep a picture, and drop those used least recently, as many as the limit demands."""
+        num_bytes = _num_bytes(picture)
         with self._lock:
-            if image.num_bytes > self._max_bytes or key in self._images:
+            if num_bytes > self._max_bytes or key in self._images:
                 return
-            self._images[key] = image
-            self.num_bytes += image.num_bytes
+            self._images[key] = picture
+            self.num_bytes += num_bytes
             while self.num_bytes > self._max_bytes:
                 _, dropped = self._images.popitem(last=False)
-                self.num_bytes -= dropped.num_bytes
+                self.num_bytes -= _num_bytes(dropped)
+
+
+def _num_bytes(picture: Picture) -> int:
+    """Return the size of a picture's images."""
+    return sum(image.num_bytes for image in picture)
 
 
 class LivingImages:

@@ -20,6 +20,7 @@ def read_placeholders(
     layout: Layout,
     find_id: TokenId,
     find_text: TokenText,
+    encode: Callable[[str], list[int]] | None = None,
 ) -> Placeholders:
     """Return the tokens that a model has for images.
 
@@ -30,6 +31,7 @@ def read_placeholders(
         layout: the model's layout of patches.
         find_id: function from a token to its id; None for unknown ones.
         find_text: function from a token's id to its text; an empty text without a tokenizer.
+        encode: function from a text to its token ids, without special tokens around it; None without a tokenizer.
 
     Raises:
         ConfigError: the tokenizer lacks one of them.
@@ -54,7 +56,7 @@ def read_placeholders(
     # Gemma 3's templates write the first delimiter; its processor puts the image into a paragraph of its own, whose
     # line breaks may join those around it in one token.
     encoded = f"\n\n{begin_text}{written}{find_text(end)}\n\n"
-    return Placeholders(token_id, (begin,), (end,), written=begin_text, encoded=encoded)
+    return Placeholders(token_id, (begin,), (end,), written=begin_text, encoded=encoded, encode=encode)
 
 
 def _id(config: Mapping[str, Any], name: str, default: int) -> int:

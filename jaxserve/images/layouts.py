@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,20 @@ Size = tuple[int, int]
 Pixels = NDArray[np.uint8]  # [tiles, rows, columns, 3]
 
 MAX_RESIZED_PIXELS = 2**26  # a very long image whose shorter side is enlarged
+
+
+class Resampling(NamedTuple):
+    """Filter and order for resizing images.
+
+    Attributes:
+        filter: resampling filter, by Pillow's number; None if images must already have their sizes.
+        rows_first: True to resize along rows and then along columns, as torchvision and older versions of Pillow do;
+            newer ones take the order that costs less. It matters to filters that exceed the range of pixels, such as
+            bicubic.
+    """
+
+    filter: int | None
+    rows_first: bool = False
 
 
 @runtime_checkable
@@ -44,7 +58,7 @@ class Layout(Protocol):
     @property
     def has_channels_last(self) -> bool: ...
 
-    def fit(self, image: Image, resample: int) -> Pixels:
+    def fit(self, image: Image, resampling: Resampling) -> Pixels:
         """Return an RGB image as pixels in the sizes that the tower reads; RequestError for impossible sizes."""
 
     def num_embeddings(self, grid: Size, size: Size) -> int:
@@ -70,8 +84,8 @@ class MergedLayout:
     max_pixels: int
     has_channels_last = False
 
-    def fit(self, image: Image, resample: int) -> Pixels:
-        return _pixels(_resized(image, self.target(_size(image)), resample))
+    def fit(self, image: Image, resampling: Resampling) -> Pixels:
+        return _pixels(_resized(image, self.target(_size(image)), resampling))
 
     def target(self, size: Size) -> Size:
         """Return the size to which an image is resized."""
@@ -111,8 +125,8 @@ class BoundedLayout:
     num_frames = 1
     has_channels_last = False
 
-    def fit(self, image: Image, resample: int) -> Pixels:
-        return _pixels(_resized(image, self.target(_size(image)), resample))
+    def fit(self, image: Image, resampling: Resampling) -> Pixels:
+        return _pixels(_resized(image, self.target(_size(image)), resampling))
 
     def target(self, size: Size) -> Size:
         """Return the size to which an image is resized."""
@@ -132,6 +146,40 @@ class BoundedLayout:
 
 
 @dataclass(frozen=True)
+class PanAndScan:
+    """Gemma 3's crops of long images, which follow the whole image.
+
+    Attributes:
+        min_crop_size: minimum sides of a crop.
+        max_crops: maximum number of crops.
+        min_ratio: minimum ratio between the longer and the shorter side of an image with crops.
+    """
+
+    min_crop_size: int
+    max_crops: int
+    min_ratio: float
+
+    def boxes(self, size: Size) -> list[tuple[int, int, int, int]]:
+        """Return the left, upper, right and lower ends of an image's crops; RequestError if one would be empty."""
+        long, short = max(size), min(size)
+        if long / short < self.min_ratio:
+            return []
+        count = min(max(min(math.floor(long / short + 0.5), long // self.min_crop_size), 2), self.max_crops)
+        step = math.ceil(long / count)
+        if min(step, short) < self.min_crop_size:
+            return []
+        if step * (count - 1) >= long:
+            raise RequestError(
+                f"an image must have pixels in each of its {count} crops, got {size[1]} x {size[0]} pixels; raise "
+                "pan_and_scan_min_crop_size in mm_processor_kwargs"
+            )
+        ends = [(start, min(start + step, long)) for start in range(0, step * count, step)]
+        if size[1] >= size[0]:
+            return [(start, 0, end, short) for start, end in ends]
+        return [(0, start, short, end) for start, end in ends]
+
+
+@dataclass(frozen=True)
 class FixedLayout:
     """One size for all images, as for the towers CLIP and SigLIP.
 
@@ -143,6 +191,7 @@ class FixedLayout:
         background: colour that pads an image to a square first; None to pad nothing.
         num_pooled: number of embeddings, if the tower pools its patches; otherwise 0.
         num_extra: embeddings beyond one per patch.
+        pan_and_scan: crops that are images of their own; None without.
     """
 
     patch_size: int
@@ -152,6 +201,7 @@ class FixedLayout:
     background: tuple[int, int, int] | None = None
     num_pooled: int = 0
     num_extra: int = 0
+    pan_and_scan: PanAndScan | None = None
     merge_size = 1
     num_frames = 1
     has_channels_last = False
@@ -162,7 +212,12 @@ class FixedLayout:
         size = self.crop or self.size
         return size and (size[0] // self.patch_size, size[1] // self.patch_size)
 
-    def fit(self, image: Image, resample: int) -> Pixels:
+    def fit(self, image: Image, resampling: Resampling) -> Pixels:
+        boxes = [] if self.pan_and_scan is None else self.pan_and_scan.boxes(_size(image))
+        return np.concatenate([self._fit_one(each, resampling) for each in (image, *map(image.crop, boxes))])
+
+    def _fit_one(self, image: Image, resampling: Resampling) -> Pixels:
+        """Return an image, or a crop, as one tile."""
         if self.background is not None:
             image = _squared(image, self.background)
         size = self.size
@@ -170,7 +225,7 @@ class FixedLayout:
             short, long = sorted((image.height, image.width))
             longer = int(self.short_side * long / short)
             size = (longer, self.short_side) if image.width <= image.height else (self.short_side, longer)
-        pixels = _pixels(_resized(image, size, resample))
+        pixels = _pixels(_resized(image, size, resampling))
         return pixels if self.crop is None else _cropped(pixels, self.crop)
 
     def num_embeddings(self, grid: Size, size: Size) -> int:
@@ -194,8 +249,8 @@ class PooledLayout:
     num_frames = 1
     has_channels_last = True
 
-    def fit(self, image: Image, resample: int) -> Pixels:
-        return _pixels(_resized(image, self.target(_size(image)), resample))
+    def fit(self, image: Image, resampling: Resampling) -> Pixels:
+        return _pixels(_resized(image, self.target(_size(image)), resampling))
 
     def target(self, size: Size) -> Size:
         """Return the size to which an image is resized."""
@@ -236,7 +291,7 @@ class TiledLayout:
     num_frames = 1
     has_channels_last = False
 
-    def fit(self, image: Image, resample: int) -> Pixels:
+    def fit(self, image: Image, resampling: Resampling) -> Pixels:
         size, tile = _size(image), self.tile_size
         best = self.best(size)
         scale_rows, scale_columns = best[0] / size[0], best[1] / size[1]
@@ -246,11 +301,11 @@ class TiledLayout:
             inner = best[0], min(math.ceil(size[1] * scale_rows), best[1])
         pixels = np.zeros((*best, 3), np.uint8)
         top, left = (best[0] - inner[0]) // 2, (best[1] - inner[1]) // 2
-        pixels[top : top + inner[0], left : left + inner[1]] = np.asarray(_resized(image, inner, resample))
+        pixels[top : top + inner[0], left : left + inner[1]] = np.asarray(_resized(image, inner, resampling))
         tiles = (
             pixels.reshape(best[0] // tile, tile, best[1] // tile, tile, 3).swapaxes(1, 2).reshape(-1, tile, tile, 3)
         )
-        return np.concatenate([_pixels(_resized(image, (tile, tile), resample)), tiles])
+        return np.concatenate([_pixels(_resized(image, (tile, tile), resampling)), tiles])
 
     def best(self, size: Size) -> Size:
         """Return the tile grid that keeps the largest number of an image's pixels and then wastes fewest."""
@@ -297,14 +352,23 @@ def _size(image: Image) -> Size:
     return image.height, image.width
 
 
-def _resized(image: Image, size: Size, resample: int) -> Image:
-    """Return an image resized to (rows, columns); RequestError if it would be far too large."""
+def _resized(image: Image, size: Size, resampling: Resampling) -> Image:
+    """Return an image resized to (rows, columns); RequestError if it would be far too large, or must not be resized."""
     if size[0] * size[1] > MAX_RESIZED_PIXELS:
         raise RequestError(
             f"an image may have at most {MAX_RESIZED_PIXELS} pixels after resizing, got {image.width} x {image.height} "
             f"that become {size[1]} x {size[0]}; crop its longer side"
         )
-    return image.resize((size[1], size[0]), resample)  # a copy if it has this size
+    if resampling.filter is None:
+        if _size(image) != size:
+            raise RequestError(
+                f"an image must have the size to which it would be resized, as do_resize is false: {size[1]} x "
+                f"{size[0]} pixels, got {image.width} x {image.height}"
+            )
+        return image.copy()
+    if resampling.rows_first and size[1] * image.height <= MAX_RESIZED_PIXELS:
+        image = image.resize((size[1], image.height), resampling.filter)
+    return image.resize((size[1], size[0]), resampling.filter)  # a copy if it has this size
 
 
 def _pixels(image: Image) -> Pixels:

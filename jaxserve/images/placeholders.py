@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,9 @@ from jaxserve.errors import RequestError
 from jaxserve.images.prepared import ImageSpan, PreparedImage
 
 TokenIds = list[int]
+
+# Gemma 3's text before an image with crops, between the two, and between crops
+_CROP_TEXTS = "Here is the original image ", " and here are some crops to help you see better ", " "
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Placeholders:
         block_size: side of the patch blocks that become one embedding, if rows end in tokens.
         written: text that stands for an image in a text prompt, or in a chat whose template writes none.
         encoded: text that replaces it before the prompt is encoded; empty if it stays.
+        encode: function from a text to its token ids, without special tokens around it; None without a tokenizer.
     """
 
     token_id: int
@@ -37,6 +42,7 @@ class Placeholders:
     block_size: int = 1
     written: str = ""
     encoded: str = ""
+    encode: Callable[[str], TokenIds] | None = field(default=None, compare=False)
 
     def tokens(self, image: PreparedImage) -> tuple[TokenIds, NDArray[np.int32]]:
         """Return the tokens of one image, and the indices of those that take an embedding."""
@@ -119,19 +125,53 @@ class Placeholders:
             next_found += len(indices)
         return tuple(placed)
 
-    def in_text(self, text: str, marked: str | None = None) -> str:
+    def with_crops(self, token_ids: TokenIds, counts: Iterable[int]) -> TokenIds:
+        """Return a prompt with a placeholder for each crop, too, and with the text around crops.
+
+        Args:
+            token_ids: prompt with one placeholder per image.
+            counts: number of crops per image.
+
+        Raises:
+            RequestError: there is no tokenizer for the text.
+        """
+        if self.encode is None:
+            raise RequestError("an image with crops needs a tokenizer; set do_pan_and_scan to false")
+        edge = self.encoded.partition(self.written)[0]
+        first, middle, between = _CROP_TEXTS
+        first, middle, between = first + edge, edge + middle + edge, edge + between + edge
+        result, rest, left = TokenIds(), iter(counts), token_ids
+        while self.token_id in left:
+            index, count = left.index(self.token_id), next(rest)
+            before, left = left[:index], left[index + 1 :]
+            if not count:
+                result += [*before, self.token_id]
+                continue
+            if self.before and tuple(before[-len(self.before) :]) == self.before:
+                before = before[: -len(self.before)]
+            if self.after and tuple(left[: len(self.after)]) == self.after:
+                left = left[len(self.after) :]
+            texts = [first, middle, *[between] * (count - 1)]
+            result += [*before, *chain.from_iterable([*self.encode(text), self.token_id] for text in texts)]
+        return result + left
+
+    def in_text(self, text: str, counts: Iterable[int] = (), marked: str | None = None) -> str:
         """Return a text as it is encoded if the prompt has images.
 
         Args:
             text: text prompt, or rendered chat.
+            counts: number of crops per image; none by default.
             marked: the same with stand-ins for characters in client-written special tokens, which are no placeholders;
                 None if they are.
         """
         if not self.encoded:
             return text
         marked = text if marked is None else marked
-        parts, start = [], 0
+        parts, start, rest = [], 0, chain(counts, repeat(0))
+        first, middle, between = _CROP_TEXTS
         while (index := marked.find(self.written, start)) >= 0:
-            parts += [text[start:index], self.encoded]
+            count = next(rest)
+            crops = between.join([self.encoded] * count)
+            parts += [text[start:index], f"{first}{self.encoded}{middle}{crops}" if count else self.encoded]
             start = index + len(self.written)
         return "".join([*parts, text[start:]])

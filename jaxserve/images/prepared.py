@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -84,6 +84,19 @@ class ExpandedPrompt(list[int]):
     def __init__(self, token_ids: Iterable[int], images: Sequence[ImageSpan] = ()) -> None:
         super().__init__(token_ids)
         self.images = tuple(images)
+
+
+class EncodedPrompt(list[int]):
+    """Token ids of a text with one placeholder per image, which are others if images have crops.
+
+    Args:
+        token_ids: the token ids without crops.
+        encode: function from the number of crops per image to the token ids with a placeholder for each crop, too.
+    """
+
+    def __init__(self, token_ids: Iterable[int], encode: Callable[[Sequence[int]], list[int]]) -> None:
+        super().__init__(token_ids)
+        self.encode = encode
 
 
 def without_patches(spans: Iterable[ImageSpan]) -> tuple[ImageSpan, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.errors import RequestError
-from jaxserve.images.layouts import Layout, Pixels, Size, unfolded
+from jaxserve.images.layouts import Layout, Pixels, Resampling, Size, TiledLayout, unfolded
 from jaxserve.images.prepared import PreparedImage
 
 if TYPE_CHECKING:
@@ -50,26 +50,28 @@ class ImageProcessor:
     Attributes:
         layout: sizes, and the order of patches.
         normalization: inputs for pixels.
-        resample: resampling filter, by Pillow's number.
+        resampling: filter and order for resizing images.
         max_patches: maximum number of patches per image.
     """
 
     layout: Layout
     normalization: Normalization
-    resample: int
+    resampling: Resampling
     max_patches: int
 
     @cached_property
     def key(self) -> bytes:
         """Digest of all settings."""
-        settings = repr((self.layout, self.normalization, self.resample))
+        settings = repr((self.layout, self.normalization, self.resampling))
         return blake2b(settings.encode(), digest_size=DIGEST_SIZE, person=b"processor").digest()
 
     def fit(self, image: Image) -> Pixels:
         """Return an RGB image as one or several tiles of pixels; RequestError if its size is impossible."""
-        pixels = self.layout.fit(image, self.resample)
+        pixels = self.layout.fit(image, self.resampling)
         tiles, rows, columns, _ = pixels.shape
-        num_patches = tiles * (rows // self.layout.patch_size) * (columns // self.layout.patch_size)
+        num_patches = (
+            (tiles if self._joins_tiles else 1) * (rows // self.layout.patch_size) * (columns // self.layout.patch_size)
+        )
         if num_patches > self.max_patches:
             raise RequestError(
                 f"an image must have at most {self.max_patches} patches of {self.layout.patch_size} pixels, got "
@@ -77,6 +79,16 @@ class ImageProcessor:
                 "mm_processor_kwargs"
             )
         return pixels
+
+    @property
+    def _joins_tiles(self) -> bool:
+        """True if the tower takes all tiles as one image; otherwise each is an image: the whole one, then its crops."""
+        return isinstance(self.layout, TiledLayout)
+
+    def prepare_all(self, pixels: Pixels, size: Size) -> tuple[PreparedImage, ...]:
+        """Return the image for the tower, followed by its crops; arguments as in `prepare`."""
+        parts = [pixels] if self._joins_tiles else pixels[:, None]
+        return tuple(self.prepare(part, size) for part in parts)
 
     def prepare(self, pixels: Pixels, size: Size) -> PreparedImage:
         """Return the image for the tower.

@@ -11,7 +11,17 @@ from typing import Any
 from jaxserve.api import schema
 from jaxserve.api.schema import FieldType
 from jaxserve.errors import ConfigError, did_you_mean
-from jaxserve.images.layouts import BoundedLayout, FixedLayout, Layout, MergedLayout, PooledLayout, Size, TiledLayout
+from jaxserve.images.layouts import (
+    BoundedLayout,
+    FixedLayout,
+    Layout,
+    MergedLayout,
+    PanAndScan,
+    PooledLayout,
+    Resampling,
+    Size,
+    TiledLayout,
+)
 from jaxserve.images.processor import ImageProcessor, Normalization
 
 MAX_PATCHES = 16384  # per image
@@ -20,6 +30,10 @@ _HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 _BILINEAR, _BICUBIC = 2, 3
 _AREAS = ("min_pixels", "max_pixels")
 _SOFT_TOKENS = (70, 140, 280, 560, 1120)
+_PAN_AND_SCAN = ("min_crop_size", "max_num_crops", "min_ratio_to_activate")
+_MAX_CROPS = 16  # each of them is as large for the tower as the whole image
+# The tower's own sizes, which no request can change
+_OF_TOWER = {"patch_size", "merge_size", "temporal_patch_size", "pooling_kernel_size", "image_grid_pinpoints"}
 
 _COUNT = schema.integer(1)
 _MAYBE = _COUNT.optional()
@@ -44,8 +58,7 @@ _PINPOINTS = FieldType(
     ),
 )
 _COMMON: Mapping[str, FieldType] = {
-    **dict.fromkeys(("do_rescale", "do_normalize", "do_convert_rgb"), _SWITCH),
-    "do_resize": FieldType("true", lambda value: value is None or value is True),
+    **dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), _SWITCH),
     "rescale_factor": schema.number(0, excludes_low=True),
     "image_mean": _COLOUR,
     "image_std": _COLOUR,
@@ -66,7 +79,6 @@ class _Kind:
         resample: default resampling filter.
         fields: further fields.
         defaults: their values, if the files have none.
-        adjustable: fields that `mm_processor_kwargs` may set.
         build: function from all fields and config.json to the layout.
         is_square: True if a number as size is both sides; otherwise it is the shorter one.
     """
@@ -75,7 +87,6 @@ class _Kind:
     resample: int
     fields: Mapping[str, FieldType]
     defaults: Mapping[str, Any]
-    adjustable: frozenset[str]
     build: Callable[[Mapping[str, Any], Mapping[str, Any]], Layout]
     is_square: bool = False
 
@@ -132,12 +143,17 @@ def _fixed(fields: Mapping[str, Any], config: Mapping[str, Any]) -> Layout:
 def _gemma3(fields: Mapping[str, Any], config: Mapping[str, Any]) -> Layout:
     vision, size = config.get("vision_config") or {}, fields["size"]
     both = _both(size)
-    if both is None or fields.get("do_pan_and_scan"):
-        raise ConfigError(
-            "the image processor of Gemma 3 must have a size with height and width, and do_pan_and_scan must be false, "
-            f"got {size} and {fields.get('do_pan_and_scan')}"
-        )
-    return FixedLayout(vision.get("patch_size", 14), both, 0, None, num_pooled=config.get("mm_tokens_per_image", 256))
+    if both is None:
+        raise ConfigError(f"the image processor of Gemma 3 must have a size with height and width, got {size}")
+    pan_and_scan = PanAndScan(*(fields[f"pan_and_scan_{each}"] for each in _PAN_AND_SCAN))
+    return FixedLayout(
+        vision.get("patch_size", 14),
+        both,
+        0,
+        None,
+        num_pooled=config.get("mm_tokens_per_image", 256),
+        pan_and_scan=pan_and_scan if fields.get("do_pan_and_scan") else None,
+    )
 
 
 def _pooled(fields: Mapping[str, Any], config: Mapping[str, Any]) -> Layout:
@@ -176,7 +192,6 @@ _CROPPED = _Kind(
         "pad_size": _ABSENT,
     },
     {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}, "do_center_crop": True},
-    frozenset(),
     _fixed,
 )
 _QWEN = _Kind(
@@ -196,7 +211,6 @@ _QWEN = _Kind(
         "temporal_patch_size": 2,
         "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
     },
-    frozenset({*_AREAS, "size"}),
     _merged,
 )
 _KINDS: Mapping[str, _Kind] = {
@@ -207,7 +221,6 @@ _KINDS: Mapping[str, _Kind] = {
         _BICUBIC,
         _CROPPED.fields,
         {"size": {"height": 224, "width": 224}, "crop_size": None},
-        frozenset(),
         _fixed,
     ),
     "Qwen2VLImageProcessor": _QWEN,
@@ -218,16 +231,25 @@ _KINDS: Mapping[str, _Kind] = {
         _BICUBIC,
         {"size": _SIDES, "patch_size": _SIDES, "do_center_crop": _OFF, "pad_size": _ABSENT},
         {"size": {"longest_edge": 1024}, "patch_size": 16},
-        frozenset({"size"}),
         _bounded,
         is_square=True,
     ),
     "Gemma3ImageProcessor": _Kind(
         _HALF,
         _BILINEAR,
-        {"size": _SIDES, "do_pan_and_scan": _SWITCH},
-        {"size": 224},
-        frozenset(),
+        {
+            "size": _SIDES,
+            "do_pan_and_scan": _SWITCH,
+            "pan_and_scan_min_crop_size": _COUNT,
+            "pan_and_scan_max_num_crops": schema.integer(1, _MAX_CROPS),
+            "pan_and_scan_min_ratio_to_activate": schema.number(0),
+        },
+        {
+            "size": 224,
+            "pan_and_scan_min_crop_size": 256,
+            "pan_and_scan_max_num_crops": 4,
+            "pan_and_scan_min_ratio_to_activate": 1.2,
+        },
         _gemma3,
         is_square=True,
     ),
@@ -239,7 +261,6 @@ _KINDS: Mapping[str, _Kind] = {
             "max_soft_tokens": schema.one_of(_SOFT_TOKENS),
         },
         {"patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 280, "do_normalize": False},
-        frozenset({"max_soft_tokens"}),
         _pooled,
     ),
     "LlavaOnevisionImageProcessor": _Kind(
@@ -247,7 +268,6 @@ _KINDS: Mapping[str, _Kind] = {
         _BICUBIC,
         {"size": _SIDES, "image_grid_pinpoints": _PINPOINTS, "do_center_crop": _OFF, "crop_size": _ABSENT},
         {"size": {"height": 384, "width": 384}, "image_grid_pinpoints": [[h, w] for h in _STEPS for w in _STEPS]},
-        frozenset(),
         _tiled,
     ),
 }
@@ -308,7 +328,11 @@ def image_processor(
         scale, _three(values["image_mean"]) if normalizes else None, _three(values["image_std"]) if normalizes else None
     )
     layout = kind.build({**values, "max_patches": max_patches}, config)
-    return ImageProcessor(layout, normalization, int(values["resample"]), max_patches)
+    resampling = Resampling(
+        int(values["resample"]) if values.get("do_resize", True) else None,
+        rows_first=_written_type(fields).endswith("Fast"),
+    )
+    return ImageProcessor(layout, normalization, resampling, max_patches)
 
 
 def replaced(fields: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,17 +347,23 @@ def replaced(fields: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str,
 
 def _checked(adjusted: Mapping[str, Any], kind: _Kind) -> Mapping[str, Any]:
     """Return `mm_processor_kwargs`; ConfigError if this type has no such adjustable fields."""
-    if unknown := sorted(adjusted.keys() - kind.adjustable):
-        words = f"takes {sorted(kind.adjustable)}" if kind.adjustable else "must be empty for this model"
-        raise ConfigError(f"mm_processor_kwargs {words}, got {unknown}{did_you_mean(unknown, kind.adjustable)}")
+    adjustable = {*_COMMON, *kind.fields} - _OF_TOWER
+    if unknown := sorted(adjusted.keys() - adjustable):
+        raise ConfigError(
+            f"mm_processor_kwargs takes {sorted(adjustable)}, got {unknown}{did_you_mean(unknown, adjustable)}"
+        )
     return adjusted
 
 
 def _type(fields: Mapping[str, Any]) -> str:
     """Return the image processor's type, without the suffix for its implementation."""
-    name = str(fields.get("image_processor_type") or fields.get("feature_extractor_type") or "")
-    name = name.removesuffix("Fast").removesuffix("Pil")
+    name = _written_type(fields).removesuffix("Fast").removesuffix("Pil")
     return _OLD_NAMES.get(name, name)
+
+
+def _written_type(fields: Mapping[str, Any]) -> str:
+    """Return the image processor's type as files have it. "Fast" means torchvision."""
+    return str(fields.get("image_processor_type") or fields.get("feature_extractor_type") or "")
 
 
 def _name(config: Mapping[str, Any]) -> str:

@@ -9,18 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib.util import find_spec
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxserve.errors import BusyError, ConfigError, RequestError, brief, install_extra
-from jaxserve.images.cache import ImageCache, LivingImages
+from jaxserve.images.cache import ImageCache, LivingImages, Picture
 from jaxserve.images.deadline import Deadline
 from jaxserve.images.decoding import MAX_PIXELS, Decoders
 from jaxserve.images.inputs import ImageInputs
 from jaxserve.images.loading import ImageSources
 from jaxserve.images.placeholders import Placeholders, TokenIds
-from jaxserve.images.prepared import ImageSpan, PreparedImage
+from jaxserve.images.prepared import EncodedPrompt, ImageSpan, PreparedImage
 from jaxserve.images.processor import DIGEST_SIZE, ImageProcessor, as_rgb, image_from_array
 from jaxserve.images.processor_files import replaced
 
@@ -104,21 +105,27 @@ class ImageReader:
                 self._processor(inputs.adjusted)
             return token_ids, ()
         placeholders.check_count(token_ids, len(inputs.images))
-        num_tokens, prepared = len(token_ids), list[PreparedImage]()
+        num_tokens, pictures = len(token_ids), list[Picture]()
         check_len(num_tokens)
         is_expanded = token_ids.count(placeholders.token_id) > len(inputs.images)
-        for image in self._each(inputs, namespace):
-            prepared.append(image)
-            num_tokens += 0 if is_expanded else len(placeholders.tokens(image)[0]) - 1
+        for picture in self._each(inputs, namespace):
+            pictures.append(picture)
+            num_tokens += 0 if is_expanded else sum(len(placeholders.tokens(image)[0]) for image in picture) - 1
             check_len(num_tokens)
-        return placeholders.expand(token_ids, prepared)
+        counts = [len(picture) - 1 for picture in pictures]
+        if any(counts) and not is_expanded:
+            if isinstance(token_ids, EncodedPrompt):
+                token_ids = token_ids.encode(counts)
+            else:
+                token_ids = placeholders.with_crops(token_ids, counts)
+        return placeholders.expand(token_ids, list(chain.from_iterable(pictures)))
 
     def prepare(self, inputs: ImageInputs, namespace: str = "") -> list[PreparedImage]:
-        """Return a prompt's images for the tower; see `expand`."""
-        return list(self._each(inputs, namespace))
+        """Return a prompt's images for the tower, each followed by its crops; see `expand`."""
+        return list(chain.from_iterable(self._each(inputs, namespace)))
 
-    def _each(self, inputs: ImageInputs, namespace: str) -> Iterator[PreparedImage]:
-        """Yield a prompt's images for the tower; see `expand`."""
+    def _each(self, inputs: ImageInputs, namespace: str) -> Iterator[Picture]:
+        """Yield a prompt's images for the tower, each with its crops; see `expand`."""
         if len(inputs.images) > self.options.max_images:
             raise RequestError(
                 f"a prompt must have at most {self.options.max_images} images, got {len(inputs.images)}; the engine's "
@@ -130,12 +137,12 @@ class ImageReader:
         own: dict[bytes, int] = {}
         for number, (image, name) in enumerate(zip(inputs.images, inputs.names, strict=True), 1):
             try:
-                prepared = self._prepare(processor, image, name, namespace, deadline, sum(own.values()))
+                picture = self._prepare(processor, image, name, namespace, deadline, sum(own.values()))
             except RequestError as error:
                 kind = BusyError if isinstance(error, BusyError) else RequestError
                 raise kind(f"image {number} of the prompt: {error}") from error
-            own[prepared.digest] = prepared.num_bytes
-            yield prepared
+            own |= {each.digest: each.num_bytes for each in picture}
+            yield picture
 
     def close(self) -> None:
         """End the decoding processes."""
@@ -169,8 +176,8 @@ class ImageReader:
         namespace: str,
         deadline: Deadline,
         own_bytes: int,
-    ) -> PreparedImage:
-        """Return one image for the tower, from the cache if it is there.
+    ) -> Picture:
+        """Return one image for the tower, with its crops, from the cache if it is there.
 
         Args:
             processor: its preprocessing.
@@ -192,10 +199,11 @@ class ImageReader:
         self._check_memory(own_bytes)
         with self._opened(self._loaded(given, deadline), deadline) as image:
             pixels, size = processor.fit(image), (image.height, image.width)
-        prepared = processor.prepare(pixels, size)
-        self.living.add(prepared)
-        self.cache.put(key, prepared)
-        return prepared
+        picture = processor.prepare_all(pixels, size)
+        for prepared in picture:
+            self.living.add(prepared)
+        self.cache.put(key, picture)
+        return picture
 
     def _check_memory(self, own_bytes: int) -> None:
         """Raise BusyError if unfinished requests have so many images that another one must wait for them.

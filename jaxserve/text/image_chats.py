@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.errors import RequestError, brief, did_you_mean
 from jaxserve.images.inputs import ImageInputs
-from jaxserve.images.prepared import ExpandedPrompt
+from jaxserve.images.prepared import EncodedPrompt, ExpandedPrompt
 from jaxserve.images.reader import ImageReader
 from jaxserve.text.chat_template import RenderedChat
 from jaxserve.text.messages import ImagePart, Message
@@ -132,7 +132,12 @@ def encode_placeholders(
     """Return a rendered chat's token ids, with one placeholder per image; arguments as for `encode_chat`."""
     if reader is not None and inputs.images:
         in_text = reader.placeholders.in_text
-        chat = RenderedChat(in_text(chat.text, chat.marked), in_text(chat.marked))
+
+        def encode(counts: Sequence[int] = ()) -> list[int]:
+            given = RenderedChat(in_text(chat.text, counts, chat.marked), in_text(chat.marked, counts))
+            return tokenizer.encode_chat(given, add_special_tokens)
+
+        return EncodedPrompt(encode(), encode)
     return tokenizer.encode_chat(chat, add_special_tokens)
 
 

@@ -1,5 +1,7 @@
 """Prompts with images against transformers' processors: the same token ids for the same text."""
 
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -12,8 +14,12 @@ from PIL import Image
 from tokenizers import AddedToken
 
 from jaxserve.images.families import read_placeholders
+from jaxserve.images.inputs import ImageInputs
+from jaxserve.images.layouts import unfolded
+from jaxserve.images.prepared import EncodedPrompt
 from jaxserve.images.processor import ImageProcessor
 from jaxserve.images.processor_files import image_processor
+from jaxserve.images.reader import ImageOptions, ImageReader
 from tests.oracles import skipped_without_torch
 
 TOKENS = {"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>"}
@@ -79,6 +85,78 @@ def test_gemma3_whose_processor_adds_line_breaks_that_join_those_of_the_text(tok
     own = image_processor({"image_processor_type": "Gemma3ImageProcessor", **fields}, config)
     expected = processor(images=[pictures()], text=[text])["input_ids"][0]
     assert expanded(tokenizer, "Gemma3", own, text, **config) == expected
+
+
+CROPPED = [
+    (1, 1),
+    (1, 17),
+    (33, 1),
+    (8, 10),
+    (8, 9),
+    (9, 8),
+    (31, 310),
+    (300, 30),
+    (64, 64),
+    (113, 97),
+    (50, 333),
+    (7, 80),
+]
+CROPPED += [
+    (24, 57),
+    (57, 24),
+    (24, 61),
+    (25, 24),
+    (24, 29),
+    (100, 41),
+    (41, 100),
+    (23, 200),
+    (24, 240),
+    (13, 26),
+    (26, 52),
+]
+CROPPED += [(200, 24)]
+
+
+def test_gemma3_with_crops_of_long_images(tokenizer):
+    """Each size by itself, and all in one prompt: crops and ids equal, also if the prompt has ids and no text."""
+    fields = {"size": {"height": 56, "width": 56}}
+    pan_and_scan = {"min_crop_size": 12, "max_num_crops": 5, "min_ratio_to_activate": 1.25}
+    adjusted = {"do_pan_and_scan": True} | {f"pan_and_scan_{name}": value for name, value in pan_and_scan.items()}
+    with skipped_without_torch():
+        theirs = transformers.Gemma3Processor(
+            image_processor_of("gemma3", "Gemma3ImageProcessor", **fields), tokenizer, image_seq_length=4
+        )
+    config = {"mm_tokens_per_image": 4, "boi_token_index": tokenizer.boi_token_id}
+    config |= {"eoi_token_index": tokenizer.eoi_token_id, "architectures": ["Gemma3ForConditionalGeneration"]}
+    kind = {"image_processor_type": "Gemma3ImageProcessor", **fields}
+    placeholders = read_placeholders(
+        *(config, {}, tokenizer.image_token_id, image_processor(kind, config).layout),
+        *(tokenizer.convert_tokens_to_ids, tokenizer.decode, tokenizer.encode),
+    )
+    reader = ImageReader(partial(image_processor, kind, config), placeholders, ImageOptions())
+    sizes = [[size] for size in CROPPED] + [CROPPED]
+    for each in sizes:
+        images = [Image.fromarray(np.full((*size, 3), index, np.uint8)) for index, size in enumerate(each)]
+        text = "user\n\n" + "".join(f"<boi>\nOnce {index} " for index, _ in enumerate(each))
+        output = theirs(images=[images], text=[text], images_kwargs=adjusted, return_tensors="np")
+        inputs = ImageInputs(images, [None] * len(images), adjusted)
+
+        def encode(counts: Sequence[int], text: str = text) -> list[int]:
+            return tokenizer.encode(placeholders.in_text(text, counts))
+
+        ids, spans = reader.expand(EncodedPrompt(encode(()), encode), inputs)
+        assert ids == output["input_ids"][0].tolist()
+        tiles = np.moveaxis(output["pixel_values"], 1, -1)
+        expected = unfolded(tiles, image_processor(kind, config).layout).reshape(len(spans), 16, -1)
+        np.testing.assert_array_equal([span.image.patches for span in spans], expected)
+        assert reader.expand(ids, inputs) == (ids, spans), "a prompt that is already expanded"
+        # Ids for one image: its text stands alone, and so do the line breaks before it.
+        plain = (
+            reader.expand([7, tokenizer.boi_token_id, tokenizer.image_token_id, 8], inputs)[0] if len(each) == 1 else []
+        )
+        own = placeholders.in_text("<boi>", [len(spans) - 1]).strip("\n").replace("<img>", "<img>" * 4)
+        assert not plain or plain == [7, *tokenizer.encode(own), 8]
+    assert sum(len(reader.prepare(ImageInputs([image], [None], adjusted))) > 1 for image in images) > 12
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_ids_of_any_size_are_left_to_the_check_of_the_vocabulary():
 def test_only_the_templates_placeholders_are_replaced():
     placeholders = Placeholders(IMAGE, written="<begin>", encoded="\n<begin><image><end>\n")
     assert placeholders.in_text("a<begin>b") == "a\n<begin><image><end>\nb"
-    assert placeholders.in_text("<begin>x<begin>", "<begin>x#begin>") == "\n<begin><image><end>\nx<begin>"
+    assert placeholders.in_text("<begin>x<begin>", marked="<begin>x#begin>") == "\n<begin><image><end>\nx<begin>"
     assert PLAIN.in_text("a<image>") == "a<image>"
 
 

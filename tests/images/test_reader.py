@@ -173,13 +173,13 @@ def test_the_cache_keeps_what_was_used_last():
 
     cache = ImageCache(100)
     one, two, three = image(10), image(10), image(10)
-    cache.put("one", one)
-    cache.put("two", two)
-    assert cache.get("one") is one
-    cache.put("three", three)
-    assert (cache.get("one"), cache.get("two"), cache.get("three")) == (one, None, three)
+    cache.put("one", (one,))
+    cache.put("two", (two,))
+    assert cache.get("one") == (one,)
+    cache.put("three", (three,))
+    assert (cache.get("one"), cache.get("two"), cache.get("three")) == ((one,), None, (three,))
     assert cache.num_bytes == 80
-    cache.put("large", image(26))
+    cache.put("large", (image(26),))
     assert cache.get("large") is None
 
 
