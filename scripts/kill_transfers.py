@@ -255,6 +255,7 @@ def main() -> None:
     model = [*([] if args.model is None else [args.model]), *args.option]
     with tempfile.TemporaryDirectory() as directory:
         logs, store = Path(directory, "logs"), Path(directory, "store")
+        store.mkdir()  # consumers create none
         logs.mkdir()
         servers = Servers(model, args.store or str(store), args.ttl_s, args.port, logs)
         try:

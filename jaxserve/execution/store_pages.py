@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -32,8 +33,10 @@ Awaited = tuple[Callable[[], Any], Callable[[Any], None]]  # a question, and wha
 Found = Sequence[bool] | None  # for each key whether the store has it; None if it has not answered
 
 MAX_UNWRITTEN_PAGES = 1024  # pages that wait to be written; with more, pages are not stored
+MAX_DAMAGED_PAGES = 4096  # damaged pages that a consumer remembers
 SKIP_S = 10.0  # time for which a store that has not answered is not asked
 SYNC_S = 30.0  # maximum time to wait until all pages are written
+CLOSE_S = 10.0  # the same before the engine ends
 NUM_READERS = 4
 
 
@@ -47,7 +50,7 @@ class StorePages:
         page_bytes: conversion of pages.
         state_bytes: conversion of state snapshots; None without recurrent layers.
         stats: totals to which pages are added.
-        writes: True to write pages.
+        writes: True to write pages, and to delete damaged ones; False to change nothing in the store.
         new_store: opens the store.
     """
 
@@ -61,15 +64,19 @@ class StorePages:
         stats: EngineStats,
         *,
         writes: bool = True,
-        new_store: Callable[[KVStoreConfig, Seal], SharedStore] = open_store,
+        new_store: Callable[[KVStoreConfig, Seal], SharedStore] | None = None,
     ) -> None:
-        self._config, self._new_seal, self._new_store = config, new_seal, new_store
+        self._config, self._new_seal = config, new_seal
+        self._new_store = new_store or partial(open_store, writes=writes)
         self._num_pages, self._stats = num_pages, stats
         self._page_bytes, self._state_bytes = page_bytes, state_bytes
         self._writes = writes
         seal = new_seal()
-        self._current: tuple[SharedStore, Seal] | None = (new_store(config, seal), seal)
+        self._current: tuple[SharedStore, Seal] | None = (self._new_store(config, seal), seal)
         self._unwritten: dict[PageKey, Page] = {}
+        self._num_unwritten = 0  # pages that wait to be written, of earlier weights too
+        self._gives_up = False  # True after a close without time for the pages that wait
+        self._damaged: dict[str, None] = {}  # names of pages that are not intact, the latest last
         self._tickets, self._waiting = count(), dict[int, Awaited]()
         self._progress_s, self._skip_until_s = 0.0, 0.0  # time of the last answer; when the store is asked again
         self._read_s = self._measured_s = 0.0  # mean time to read a page; when the last read has ended
@@ -105,9 +112,10 @@ class StorePages:
         if self._current is None:
             return [False] * len(keys)
         store, seal = self._current
+        names = [seal.name(key) for key in keys]
         return [
-            found or key in self._unwritten
-            for key, found in zip(keys, store.has([seal.name(key) for key in keys]), strict=True)
+            (found and name not in self._damaged) or key in self._unwritten
+            for key, name, found in zip(keys, names, store.has(names), strict=True)
         ]
 
     # A medium's methods
@@ -118,6 +126,8 @@ class StorePages:
         if current is None or len(self._unwritten) >= MAX_UNWRITTEN_PAGES or self._is_skipped:
             return False
         self._unwritten[key] = page
+        with counting:
+            self._num_unwritten += 1
         self._to_write.put(lambda: done(self._write(current, key, page)))
         return True
 
@@ -169,14 +179,29 @@ class StorePages:
             written.wait(SYNC_S)
 
     def close(self) -> None:
-        """Write the stored pages, unless the store is too slow, and end the threads."""
+        """Write the stored pages, unless the store is too slow, and end the threads.
+
+        The store has CLOSE_S for all pages, and `timeout_s` for each. Pages that it has not taken count as dropped.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         self._to_write.put(None)
         for _ in range(NUM_READERS):
             self._to_read.put(None)
-        for thread in self._threads:
+        writer, *readers = self._threads
+        end_s, num_left = time.monotonic() + CLOSE_S, self._num_unwritten
+        while writer.is_alive() and time.monotonic() < end_s:
+            writer.join(self._config.timeout_s)
+            if self._num_unwritten == num_left:
+                break
+            num_left = self._num_unwritten
+        with counting:
+            self._gives_up, num_lost = True, self._num_unwritten
+            self._stats.num_dropped_pages += num_lost
+        if num_lost:
+            logger.warning("%d pages are not in the store %s, which is too slow", num_lost, self._config.shown)
+        for thread in readers:
             thread.join(self._config.timeout_s)
         current, self._current = self._current, None
         if current is not None and not any(thread.is_alive() for thread in self._threads):
@@ -226,7 +251,7 @@ class StorePages:
         store, seal = current
         is_stored, is_new, name = False, False, seal.name(key)
         try:
-            if not self._is_skipped:
+            if not (self._is_skipped or self._gives_up):
                 is_new = store.has([name]) == [False]
                 is_stored = not is_new or store.write(name, seal.close(key, self._bytes_of(key).pack(page)))
         except StoreError as error:
@@ -238,8 +263,10 @@ class StorePages:
         if self._unwritten.get(key) is page:
             del self._unwritten[key]
         with counting:
-            self._stats.num_stored_pages += is_stored and is_new
-            self._stats.num_dropped_pages += not is_stored
+            self._num_unwritten -= 1
+            if not self._gives_up:  # `close` has counted the others
+                self._stats.num_stored_pages += is_stored and is_new
+                self._stats.num_dropped_pages += not is_stored
         return is_stored
 
     def _read(self, key: PageKey) -> Page | None:
@@ -258,10 +285,15 @@ class StorePages:
         if content is not None and len(content) == form.size:
             return form.unpack(content)
         logger.warning("a page in the shared store is not intact and is computed again")
-        with suppress(StoreError):
-            store.delete(name)
+        if self._writes:
+            with suppress(StoreError):
+                store.delete(name)
         with counting:
             self._stats.num_corrupt_pages += 1
+            if not self._writes:  # producers delete it
+                self._damaged[name] = None
+                if len(self._damaged) > MAX_DAMAGED_PAGES:
+                    del self._damaged[next(iter(self._damaged))]
         return None
 
     def _bytes_of(self, key: PageKey) -> PageBytes:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,8 @@ def test_another_engine_continues_from_the_store(
 
 
 @pytest.mark.long
-def test_consumers_only_read(start: Start) -> None:
+def test_consumers_only_read(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
     consumer = start(kv_role="kv_consumer")
     (ids,) = fill(consumer, PROMPT)
     producer = start(kv_role="kv_producer")
@@ -334,6 +336,17 @@ def test_any_error_of_a_disk_fails_one_call_and_no_thread(tmp_path: Path) -> Non
         directory_store(Path("/tmp/\0"))
 
 
+def test_a_consumer_creates_no_directory(tmp_path: Path) -> None:
+    seal, config = Seal(b"", bytes(16)), KVStoreConfig(str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match="kv_store must be an existing directory with kv_role='kv_consumer'"):
+        DirectoryStore(tmp_path / "missing", config, seal, writes=False)
+    reader = DirectoryStore(tmp_path, config, seal, writes=False)
+    name = seal.name(KEYS[0])
+    assert (reader.has([name]), reader.read(name), [*tmp_path.iterdir()]) == ([False], None, [])
+    put(*directory_store(tmp_path), KEYS[0])
+    assert reader.has([name]) == [True]
+
+
 def test_pages_in_use_stay_on_a_disk_that_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, seal = directory_store(tmp_path)
     name = put(store, seal, KEYS[0])
@@ -355,6 +368,22 @@ def test_a_server_with_a_lower_limit_is_full_and_still_read(tmp_path: Path) -> N
         assert [store.write("name", b"page") for _ in range(2)] == [False, False]
         assert store.read("name") is None
         store.close()
+
+
+def test_a_user_who_may_only_read_reads(redis: str) -> None:
+    config = KVStoreConfig(redis)
+    assert config.redis is not None
+    seal = Seal(b"", bytes(16))
+    store = RedisStore(config.redis, config, seal)
+    name = put(store, seal, KEYS[0])
+    store._client.execute_command(*["ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@read", "+@connection"])
+    reader = RedisStore(replace(config.redis, username="reader", password="secret"), config, seal)
+    assert reader.has([name]) == [True]
+    assert seal.open(KEYS[0], reader.read(name) or b"") == b"page"
+    with pytest.raises(StoreError):
+        reader.delete(name)
+    for each in (store, reader):
+        each.close()
 
 
 def test_a_server_deletes_old_pages_and_takes_none_beyond_its_memory(redis: str) -> None:

@@ -100,34 +100,39 @@ class SharedStore(Protocol):
         """Free all resources."""
 
 
-def open_store(config: KVStoreConfig, seal: Seal) -> SharedStore:
-    """Return the store of the pages with a seal; ConfigError if it cannot be used."""
+def open_store(config: KVStoreConfig, seal: Seal, *, writes: bool) -> SharedStore:
+    """Return the store of the pages with a seal, to write to if `writes`; ConfigError if it cannot be used."""
     if (address := config.redis) is not None:
         return RedisStore(address, config, seal)
     assert config.directory is not None, "a store is a server or a directory"
-    return DirectoryStore(config.directory, config, seal)
+    return DirectoryStore(config.directory, config, seal, writes=writes)
 
 
 class DirectoryStore:
     """Values in files below a directory, which may hold other files: these are neither read nor deleted.
 
     Args:
-        directory: the directory; created if missing.
+        directory: the directory; created if missing, unless it is only read.
         config: options.
         seal: names the subdirectories.
+        writes: False if the directory is only read; those who write to it may create subdirectories later.
     """
 
-    def __init__(self, directory: Path, config: KVStoreConfig, seal: Seal) -> None:
+    def __init__(self, directory: Path, config: KVStoreConfig, seal: Seal, *, writes: bool = True) -> None:
         self._root = directory / f"{_PREFIX}-{seal.key_id}"
         self._own = self._root / seal.fingerprint.hex()
         self._ttl_s, self._max_bytes = config.ttl_s, int(config.size_gib * 2**30)
         self._touch_s = min(config.ttl_s / 8, _TOUCH_S)
         self._sweep_at_s, self._num_written = 0.0, 0
         try:
-            self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if writes:
+                self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            else:
+                os.scandir(directory).close()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"kv_store must be a directory to write to, got {config.shown}: {error}") from error
-        self._ahead_s = self._clock_difference_s()
+            words = "a directory to write to" if writes else "an existing directory with kv_role='kv_consumer'"
+            raise ConfigError(f"kv_store must be {words}, got {config.shown}: {error}") from error
+        self._ahead_s = self._clock_difference_s() if writes else 0.0
 
     def _clock_difference_s(self) -> float:
         """Return how far the file system's clock is ahead of this machine's, if files can be written.
@@ -283,6 +288,7 @@ class RedisStore:
         )
         self._error: type[Exception] = redis.RedisError
         self._full: type[Exception] = redis.exceptions.OutOfMemoryError
+        self._denied: type[Exception] = redis.exceptions.NoPermissionError
         self._address, self._prefix = config.shown, f"{_PREFIX}:{seal.key_id}:{seal.fingerprint.hex()}:"
         self._ttl_ms, self._max_bytes = max(int(config.ttl_s * 1e3), 1), int(config.size_gib * 2**30)
         self._is_full, self._look_at_s = False, 0.0
@@ -299,9 +305,18 @@ class RedisStore:
         return self._call(ask)
 
     def read(self, name: str) -> bytes | None:
-        """Return a key's value, and renew its time."""
-        value: bytes | None = self._call(lambda: self._client.getex(self._prefix + name, px=self._ttl_ms))
-        return value
+        """Return a key's value, and renew its time if the server's rules allow it."""
+        key = self._prefix + name
+
+        def get() -> bytes | None:
+            try:
+                value: bytes | None = self._client.getex(key, px=self._ttl_ms)
+            except self._denied:  # this user may only read
+                value = self._client.get(key)
+            return value
+
+        found: bytes | None = self._call(get)
+        return found
 
     def write(self, name: str, value: bytes) -> bool:
         """Set a key, unless the server has no memory for it."""
