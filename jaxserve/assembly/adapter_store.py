@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.core.adapter_names import LoadedAdapter
@@ -46,6 +46,7 @@ class AdapterStore:
         max_kept: maximum adapters with arrays; None for any number.
         in_use: returns the digests that unfinished requests have.
         dropped: called with each digest that is forgotten; None if nobody waits for it.
+        evicted: called with each digest whose arrays are forgotten, likewise.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class AdapterStore:
         max_kept: int | None,
         in_use: Callable[[], Collection[str]],
         dropped: Callable[[str], None] | None = None,
+        evicted: Callable[[str], None] | None = None,
     ) -> None:
         self._layout, self._arch, self._stages = layout, arch, stages
-        self._max_kept, self._in_use, self._dropped = max_kept, in_use, dropped
+        self._max_kept, self._in_use, self._dropped, self._evicted = max_kept, in_use, dropped, evicted
         self._lock = threading.Lock()
         self._stored: OrderedDict[str, StoredAdapter] = OrderedDict()  # the least recently used first
         self._unnamed: set[str] = set()
@@ -89,10 +91,36 @@ class AdapterStore:
         return LoadedAdapter(adapter.digest, adapter.invocation)
 
     @property
-    def loaded(self) -> set[str]:
-        """Digests of the adapters that have been loaded, and not unloaded since."""
+    def loaded(self) -> dict[str, AdapterSource]:
+        """Sources, by digest, of the adapters that have been loaded, and not unloaded since."""
         with self._lock:
-            return {*self._stored} - self._unnamed
+            return {digest: each.source for digest, each in self._stored.items() if digest not in self._unnamed}
+
+    def forget_load(self, digest: str, before: Mapping[str, AdapterSource]) -> None:
+        """Undo a load.
+
+        Args:
+            digest: digest of what was loaded.
+            before: value of `loaded` before it.
+        """
+        with self._lock:
+            if digest in before:
+                self._stored[digest] = self._stored[digest]._replace(source=before[digest])
+            else:
+                self._unnamed.add(digest)
+                self._trim()
+
+    def path_to_read(self, digest: str) -> str:
+        """Return the directory that `arrays` would read; empty if an adapter is in memory or unloaded."""
+        with self._lock:
+            stored = self._stored.get(digest)
+            return "" if stored is None or stored.arrays is not None else stored.source.path
+
+    def evict(self, digest: str) -> None:
+        """Forget an adapter's arrays, which can be read again."""
+        with self._lock:
+            if digest in self._stored:
+                self._evict(digest)
 
     def unload(self, digest: str) -> None:
         """Free an adapter's memory as soon as no unfinished request has it."""
@@ -145,7 +173,12 @@ class AdapterStore:
         kept = [digest for digest, each in self._stored.items() if each.arrays is not None]
         num_extra = 0 if self._max_kept is None else len(kept) - self._max_kept
         for digest in kept[:-1]:
-            source, _ = self._stored[digest]
-            if num_extra > 0 and source.path and digest not in used:
-                self._stored[digest] = StoredAdapter(source, None)
+            if num_extra > 0 and self._stored[digest].source.path and digest not in used:
+                self._evict(digest)
                 num_extra -= 1
+
+    def _evict(self, digest: str) -> None:
+        """Forget an adapter's arrays; the caller holds the lock."""
+        self._stored[digest] = self._stored[digest]._replace(arrays=None)
+        if self._evicted is not None:
+            self._evicted(digest)

@@ -22,7 +22,7 @@ from jaxserve.assembly.lock_step import fail_others, follow, require_same_option
 from jaxserve.assembly.memory import claim_memory
 from jaxserve.assembly.page_tiers import build_movers, check_model, new_lookups, shared_pages
 from jaxserve.assembly.parameters import adapter_layout
-from jaxserve.assembly.peer_adapters import FollowerAdapters, drop_everywhere, load_everywhere
+from jaxserve.assembly.peer_adapters import FollowerAdapters, OtherProcesses
 from jaxserve.assembly.weights_content import WeightsContent
 from jaxserve.core.core import EngineCore
 from jaxserve.core.core_thread import POLL_S, CoreThread
@@ -90,11 +90,6 @@ class CoreHost:
         if self.peers is not None:
             self.peers.require_free()
             require_same_options(config, self.peers)
-            if config.max_cpu_loras is not None:
-                raise ConfigError(
-                    f"max_cpu_loras must be None in a run of several processes, got {config.max_cpu_loras}; drop it: "
-                    "all processes keep all adapters"
-                )
             self.peers.claim()
         content = None
         if executors is None:
@@ -127,6 +122,7 @@ class CoreHost:
         self.driver = CoreThread(self.core, lambda: host.close() if (host := own()) is not None else None)
         self.wait_estimator = WaitEstimator(self.core)
         self.check_fits = replicas[0].scheduler.check_fits
+        self._other_processes: OtherProcesses | None = None
         self._adapters = self._new_store(config, arch)
         self._given: tuple[Weights, NewWeights] | None = None  # prepared weights
 
@@ -190,19 +186,25 @@ class CoreHost:
             return set() if (known := core()) is None else set().union(*known.adapters_in_use())
 
         stages = [(runner.arch, runner.mesh) for runner in replicas[0]]
-        dropped = drop_everywhere(self.peers) if isinstance(self.peers, Leader) else None
-        store = AdapterStore(layout, arch, stages, config.max_cpu_loras, in_use, dropped)
+        max_kept, others = config.max_cpu_loras, None
+        if isinstance(self.peers, Leader):
+            others = OtherProcesses(self.peers)
+        elif self.peers is not None:
+            max_kept = None  # the leading process decides
+        told = () if others is None else (others.drop, others.evict)
+        store = AdapterStore(layout, arch, stages, max_kept, in_use, *told)
         for replica in replicas:
             for index, runner in enumerate(replica):
                 runner.adapter_arrays = partial(store.arrays, stage=index)
-        self.core.hold_adapter = store.arrays
+        self.core.hold_adapter = store.arrays if others is None else partial(others.hold, store)
+        self._other_processes = others
         return store
 
     def load_adapter(self, source: AdapterSource) -> LoadedAdapter:
         """Read a LoRA adapter for requests; ConfigError if it does not fit the model. Callable from any thread."""
         assert self._adapters is not None, "an engine without adapters is asked for none"
-        if isinstance(self.peers, Leader):
-            return load_everywhere(self._adapters, self.peers, source)
+        if self._other_processes is not None:
+            return self._other_processes.load(self._adapters, source)
         return self._adapters.load(source)
 
     def adapters_in_use(self) -> tuple[set[str], set[str]]:

@@ -117,10 +117,28 @@ class WeightsRead(NamedTuple):
     path: str
 
 
+class AdapterPart(NamedTuple):
+    """The next bytes of an adapter that was given as tensors, in base64; `AdapterRead` follows the last ones."""
+
+    digest: str
+    content: str
+
+
 class AdapterRead(NamedTuple):
-    """An adapter was read from this directory; every process is to do so before requests have it."""
+    """An adapter was read; every process is to do so before requests have it.
+
+    Attributes:
+        path: its directory; empty if its bytes were sent before.
+        digest: hash over its content.
+    """
 
     path: str
+    digest: str
+
+
+class AdapterEvicted(NamedTuple):
+    """An adapter without requests has left host memory; `AdapterRead` precedes its next request."""
+
     digest: str
 
 
@@ -130,7 +148,8 @@ class AdapterDropped(NamedTuple):
     digest: str
 
 
-DeviceEvent = WeightsRead | AdapterRead | AdapterDropped  # has no effect on plans
+AdapterEvent = AdapterPart | AdapterRead | AdapterEvicted | AdapterDropped
+DeviceEvent = WeightsRead | AdapterEvent  # has no effect on plans
 ReplicaEvent = (
     Added
     | Finished
@@ -192,7 +211,7 @@ def replay(
                 in_flight.clear()
                 scheduler.restart()
                 digest = 0
-            case WeightsRead() | AdapterRead() | AdapterDropped():
+            case WeightsRead() | AdapterPart() | AdapterRead() | AdapterEvicted() | AdapterDropped():
                 on_device_event(event)
     return num_plans
 

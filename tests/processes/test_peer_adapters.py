@@ -1,18 +1,25 @@
 """LoRA adapters in one engine over several processes: the tokens of one process, and errors for their requests only."""
 
 import json
+import queue
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxserve import LLM
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.lora_request import EMBEDDINGS, TRAINABLE_TOKENS, USE_DORA
+from jaxserve.assembly import peer_adapters
 from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.assembly.peer_adapters import FollowerAdapters, OtherProcesses
+from jaxserve.core.adapter_names import AdapterSource, LoadedAdapter
+from jaxserve.core.event_log import event_from_json
 from jaxserve.models.adapted_specs import adapted_specs
 from jaxserve.weights.adapter_files import CONFIG, TENSORS
 from tests.checkpoints import write_checkpoint
@@ -32,6 +39,7 @@ OPTIONS: dict[str, Any] = {
     "enable_lora": True,
     "max_loras": 2,
     "max_lora_rank": 4,
+    "max_cpu_loras": 2,
     "lora_extras": EXTRAS,
 }
 LEADER = Path(__file__).with_name("adapters_leader.py")
@@ -61,6 +69,55 @@ def write_adapters(llm: LLM, directory: Path) -> None:
         (directory / name / CONFIG).write_text(json.dumps({"r": 4, "lora_alpha": 4, "peft_type": "LORA"} | config))
     for name in ("differs", "missing"):
         shutil.copytree(directory / "b", directory / name)
+    (directory / "fades").mkdir()
+    other = {key: 2 * array for key, array in load_file(directory / "a" / TENSORS).items()}
+    save_file(other, directory / "fades" / TENSORS)
+    shutil.copy(directory / "a" / CONFIG, directory / "fades")
+
+
+class Wire:
+    """Processes that take the leading one's events, as JSON, and answer."""
+
+    name = "process 1"
+
+    def __init__(self) -> None:
+        self.loaded: list[AdapterSource] = []
+        self.answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.follower = FollowerAdapters(cast("Any", self), cast("Any", self))
+
+    def tell(self, event: Any) -> None:
+        self.follower.take(cast("Any", event_from_json(json.loads(json.dumps(event)))))
+
+    def ask(self, event: Any) -> list[str]:
+        self.tell(event)
+        return [self.answers.get(timeout=30)]
+
+    def answer(self, text: str) -> None:
+        self.answers.put(text)
+
+    def load(self, source: AdapterSource, digest: str | None = None) -> LoadedAdapter:
+        if digest is not None:
+            self.loaded.append(source)
+        return LoadedAdapter("digest")
+
+
+def test_tensors_arrive_as_they_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_adapters, "PART_BYTES", 7)
+    tensors = {"a": np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3), "b": np.ones((0, 2), np.float32)}
+    given, wire = (
+        AdapterSource("", {"r": 4, "target_modules": {"q_proj"}}, tensors | {"c": np.float32([[1e-30]])}),
+        Wire(),
+    )
+    store = SimpleNamespace(loaded={}, load=wire.load)
+    assert OtherProcesses(cast("Any", wire)).load(cast("Any", store), given).digest == "digest"
+    [found] = wire.loaded
+    assert (found.path, found.config) == ("", {"r": 4, "target_modules": ["q_proj"]})
+    assert found.tensors is not None
+    assert given.tensors is not None
+    assert {*found.tensors} == {*given.tensors}
+    for name, array in given.tensors.items():
+        assert found.tensors[name].dtype == array.dtype
+        np.testing.assert_array_equal(found.tensors[name], array)
 
 
 @pytest.mark.long
@@ -75,6 +132,7 @@ def test_all_processes_load_the_same_adapters(tmp_path: Path) -> None:
     (adapters / "prompts.json").write_text(json.dumps(prompts))
     expected = generate(llm, adapters, ["a", None, "b", "c"], prompts)
     assert len({tuple(ids) for ids in expected}) == len(expected)
+    others = generate(llm, adapters, [None, "b", "b", "a"], prompts)
     given = json.dumps(OPTIONS | {"tensor_parallel_size": 2})
     command = [str(LEADER), "{address}", "{count}"]
     processes = start([[*command, str(index), *map(str, (model, adapters, outputs)), given] for index in range(2)], 1)
@@ -82,6 +140,8 @@ def test_all_processes_load_the_same_adapters(tmp_path: Path) -> None:
         assert code == 0, output
     found = json.loads(outputs.read_text())
     assert found["first"] == found["again"] == expected
+    assert found["given"] == others, "tensors are sent, and adapters are read again"
+    assert "all processes must have the adapter" in found["fades"]
     assert "all processes must have the adapter" in found["differs"]
     assert "its content must have digest" in found["differs"]
     assert "must be a directory with" in found["missing"]
