@@ -142,7 +142,7 @@ class Energy:
         return None if self.requests_j is None or self.idle_j is None else self.requests_j + self.idle_j
 
 
-def co2_g(joules: float | None, carbon_intensity: float | None) -> float | None:
+def co2_g(joules: float | None, carbon_intensity: int | float | None) -> float | None:
     """Return the grams of CO2 for an energy, given grams per kWh; None if either is unknown."""
     return None if joules is None or carbon_intensity is None else joules / 3.6e6 * carbon_intensity
 

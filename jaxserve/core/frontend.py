@@ -50,7 +50,7 @@ class Frontend:
         stats: EngineStats,
         pooler: Pooler | None,
         on_end: Callable[[RequestGroup], None] = lambda _: None,
-        carbon_intensity: float | None = None,
+        carbon_intensity: int | float | None = None,
     ) -> None:
         self._send, self._outbox, self._stats, self._pooler = send, outbox, stats, pooler
         self._on_end, self._carbon_intensity = on_end, carbon_intensity

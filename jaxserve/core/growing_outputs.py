@@ -142,7 +142,7 @@ class RequestGroup:
         """Set the preemption count in sample `index`'s metrics."""
         self._completions[index].output.metrics.num_preemptions = count
 
-    def consumed(self, index: int, energy_j: float, carbon_intensity: float | None) -> None:
+    def consumed(self, index: int, energy_j: float, carbon_intensity: int | float | None) -> None:
         """Set the energy of sample `index` so far, and the grams of CO2 that it implies."""
         metrics = self._completions[index].output.metrics
         metrics.energy_j, metrics.co2_g = energy_j, co2_g(energy_j, carbon_intensity)

@@ -59,7 +59,7 @@ class StaleChoice:
             return min(draw.randrange(len(loads)), draw.randrange(len(loads)), key=loads.__getitem__)
         if self._kind == "gossip":  # a router knows a sample: all routers together would herd
             return min((draw.randrange(len(loads)) for _ in range(10)), key=loads.__getitem__)
-        start = draw.randrange(len(loads))  # among equal ones a random one
+        start = draw.randrange(len(loads))  # ties are broken at random
         return next(i % len(loads) for i in range(start, start + len(loads)) if loads[i % len(loads)] == self._shortest)
 
     def dispatch(self) -> None:

@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> None:
     figure, rate = Figure(args.json), capacity()
     for load, limits_of_queue in ((0.95, (None,)), (1.05, (100, None))):
         for limit in limits_of_queue:
-            count = args.requests if limit or load < 1 else args.requests // 5  # without a limit the queue only grows
+            count = args.requests if limit or load < 1 else args.requests // 5  # the unlimited queue only grows
             limits = Limits(max_queued_requests=limit)
             simulation = Simulation(SCHEDULE, TIMES, REPLICAS, limits=limits)
             queues: list[int] = []

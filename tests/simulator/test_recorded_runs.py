@@ -13,7 +13,7 @@ from jaxserve.core.event_log import replay_log
 from jaxserve.errors import ConfigError
 from jaxserve.tools.simulator.simulation import Simulation
 from jaxserve.tools.simulator.step_times import ProgramTimes, read_step_rates
-from jaxserve.tools.simulator.traces import read_trace
+from jaxserve.tools.simulator.traces import read_log_sizes, read_trace
 
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 128, "num_pages": 40}
 
@@ -34,6 +34,7 @@ def test_an_engines_log_replays_to_the_same_plans_and_is_a_trace(tmp_path: Path)
             engine.step()
         schedule, num_steps, cached = engine.schedule, engine.stats.num_dispatches, engine.stats.num_cached_tokens
     assert replay_log(path) == num_steps > 20
+    assert read_log_sizes(str(path))["max_num_batched_tokens"] == OPTIONS["max_num_batched_tokens"]
     trace = list(read_trace(path))
     totals = Simulation(schedule, ProgramTimes({1: 0.01, 32: 0.02}, 0.0, 0.0)).run(trace)
     assert (totals.num_ended, totals.num_output_tokens) == (9, sum(8 + index for index in range(9)))

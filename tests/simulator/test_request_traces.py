@@ -29,7 +29,30 @@ def test_a_block_id_per_512_tokens_names_a_prompt(tmp_path: Path) -> None:
     assert len(list(read_trace(tmp_path / "zipped"))) == 1
 
 
-@pytest.mark.parametrize("text", [VIDUR, AZURE, PLAIN])
+GUIDELLM = json.dumps(
+    {
+        "benchmarks": [
+            {
+                "requests": {
+                    "successful": [
+                        {"start_time": 1001.5, "prompt_tokens": 8, "output_tokens": 1},
+                        {"start_time": 1000.0, "prompt_tokens": 700, "output_tokens": 3},
+                    ]
+                }
+            }
+        ]
+    },
+    indent=1,
+)
+WORKLOAD = json.dumps(
+    {
+        "name": "a",
+        "requests": [{"prompt_len": 700, "output_len": 3}, {"prompt_len": 8, "output_len": 1, "arrival_s": 1.5}],
+    }
+)
+
+
+@pytest.mark.parametrize("text", [VIDUR, AZURE, PLAIN, GUIDELLM, WORKLOAD])
 def test_formats_agree_on_lengths_and_times(tmp_path: Path, text: str) -> None:
     first, second = read(tmp_path / "trace", text)
     assert (first.prompt_len, first.output_len, second.prompt_len, second.output_len) == (700, 3, 8, 1)

@@ -38,8 +38,8 @@ def random_trace(seed: int, count: int, rate: float) -> list[TracedRequest]:
 
 
 @pytest.mark.usefixtures("no_type_checks")
-@pytest.mark.parametrize("step_ahead", [True, False])
-@pytest.mark.parametrize(("num_replicas", "rate"), [(1, 1.0), (3, 12.0)])
+@pytest.mark.parametrize("step_ahead", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("num_replicas", "rate"), [(1, 1.0), pytest.param(3, 12.0, marks=pytest.mark.long)])
 def test_dispatches_of_several_steps_give_the_times_of_single_steps(
     step_ahead: bool, num_replicas: int, rate: float
 ) -> None:
@@ -100,7 +100,9 @@ def test_requests_that_do_not_fit_or_find_a_full_queue_are_counted() -> None:
     assert totals.num_ended == 4
 
 
-@pytest.mark.parametrize(("model", "target"), [("llama-3.1-8b", "h200"), ("gemma-3-27b", "h200x2")])
+@pytest.mark.parametrize(
+    ("model", "target"), [("llama-3.1-8b", "h200"), pytest.param("gemma-3-27b", "h200x2", marks=pytest.mark.long)]
+)
 def test_times_are_the_rooflines(model: str, target: str) -> None:
     arch, executor = modelled(model, target)
     roofline, draw = executor._rooflines[0], Random(1)

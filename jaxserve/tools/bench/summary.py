@@ -40,7 +40,7 @@ class EngineSizes:
     page_size: int
     num_pages: int
     peak_rates: PeakRates
-    carbon_intensity: float | None = None
+    carbon_intensity: int | float | None = None
 
 
 NO_SLO = Slo()
@@ -133,7 +133,7 @@ def _steps(trace: EngineTrace, sizes: EngineSizes) -> Json:
     }
 
 
-def _energy(stats: EngineStats, carbon_intensity: float | None) -> Json | None:
+def _energy(stats: EngineStats, carbon_intensity: int | float | None) -> Json | None:
     """Return the joules of a run, idle time included, and its grams of CO2; None without a meter."""
     total_j = stats.energy.total_j
     if total_j is None:

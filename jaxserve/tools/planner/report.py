@@ -88,10 +88,19 @@ def build_report(plan: Plan) -> Json:
         "context_len": speed and speed.context_tokens,
         "step_ms": speed and speed.step_ms,
         "tokens_per_s": speed and speed.tokens_per_s,
+        "max_joules_per_token": speed and _max_joules_per_token(plan, speed),
         "prompt_len": speed and speed.prompt_tokens,
         "ttft_ms": speed and speed.ttft_ms,
         "capacity": capacity_curve(plan),
     }
+
+
+def _max_joules_per_token(plan: Plan, speed: Speed) -> dict[int, float] | None:
+    """Return the energy per output token at the chips' maximum power, by rows in a step; None if that is unknown."""
+    sheet = plan.target.sheet
+    if sheet is None or sheet.watts is None:
+        return None
+    return {rows: sheet.watts * plan.num_chips / rate for rows, rate in speed.tokens_per_s.items() if rate}
 
 
 def capacity_curve(plan: Plan) -> dict[int, int]:

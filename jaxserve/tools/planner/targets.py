@@ -26,6 +26,7 @@ class DataSheet:
         link_bytes_per_s: bandwidth in one direction of a link to a neighbour, or to the switch between all chips.
         directions: number of topology dimensions.
         devices_per_chip: jax devices per chip.
+        watts: maximum power, with memory and board; None if the maker does not publish it.
     """
 
     chip: Chip
@@ -35,6 +36,7 @@ class DataSheet:
     link_bytes_per_s: float
     directions: int = 1
     devices_per_chip: int = 1
+    watts: float | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -102,6 +104,7 @@ def _sheet(
     link_gb_per_s: int,
     directions: int = 1,
     num_devices: int = 1,
+    watts: int | None = None,
 ) -> DataSheet:
     """Return a chip's data sheet.
 
@@ -113,6 +116,7 @@ def _sheet(
         link_gb_per_s: bandwidth in one direction of a link between chips; a GPU without NVLink has PCI Express.
         directions: number of topology dimensions.
         num_devices: jax devices per chip.
+        watts: maximum power; Google publishes none.
     """
     flops_per_s = tflops * 1e12
     slower = 6 if chip.platform == "tpu" else 2  # an exact float32 matmul takes six in bfloat16; a GPU's is in TF32
@@ -124,6 +128,7 @@ def _sheet(
         link_bytes_per_s=link_gb_per_s * 1e9,
         directions=directions,
         devices_per_chip=num_devices,
+        watts=None if watts is None else float(watts),
     )
 
 
@@ -132,16 +137,20 @@ _GB, _GIB = 1e9, 2.0**30
 # From NVIDIA's data sheets and architecture white papers, without sparsity: SXM modules, then PCI Express cards. Some
 # devices report more memory: 85 GB for an H100, 150 GB for an H200. GeForce cards accumulate in float32 at half rate.
 _GPUS = {
-    "a100-40gb": _sheet(deviceless.A100_40GB, memory=40 * _GB, gb_per_s=1555, tflops=312.0, link_gb_per_s=300),
-    "a100": _sheet(deviceless.A100, memory=80 * _GB, gb_per_s=2039, tflops=312.0, link_gb_per_s=300),
-    "h100": _sheet(deviceless.H100, memory=80 * _GB, gb_per_s=3350, tflops=989.5, link_gb_per_s=450),
-    "h200": _sheet(deviceless.H200, memory=141 * _GB, gb_per_s=4800, tflops=989.5, link_gb_per_s=450),
-    "b200": _sheet(deviceless.B200, memory=180 * _GB, gb_per_s=8000, tflops=2250.0, link_gb_per_s=900),
-    "l4": _sheet(deviceless.L4, memory=24 * _GB, gb_per_s=300, tflops=121.0, link_gb_per_s=32),
-    "l40s": _sheet(deviceless.L40S, memory=48 * _GB, gb_per_s=864, tflops=362.0, link_gb_per_s=32),
-    "rtx4090": _sheet(deviceless.RTX_4090, memory=24 * _GB, gb_per_s=1008, tflops=165.2, link_gb_per_s=32),
-    "rtx5090": _sheet(deviceless.RTX_5090, memory=32 * _GB, gb_per_s=1792, tflops=209.5, link_gb_per_s=64),
-    "rtxpro6000": _sheet(deviceless.RTX_PRO_6000, memory=96 * _GB, gb_per_s=1792, tflops=503.8, link_gb_per_s=64),
+    "a100-40gb": _sheet(
+        deviceless.A100_40GB, memory=40 * _GB, gb_per_s=1555, tflops=312.0, link_gb_per_s=300, watts=400
+    ),
+    "a100": _sheet(deviceless.A100, memory=80 * _GB, gb_per_s=2039, tflops=312.0, link_gb_per_s=300, watts=400),
+    "h100": _sheet(deviceless.H100, memory=80 * _GB, gb_per_s=3350, tflops=989.5, link_gb_per_s=450, watts=700),
+    "h200": _sheet(deviceless.H200, memory=141 * _GB, gb_per_s=4800, tflops=989.5, link_gb_per_s=450, watts=700),
+    "b200": _sheet(deviceless.B200, memory=180 * _GB, gb_per_s=8000, tflops=2250.0, link_gb_per_s=900, watts=1000),
+    "l4": _sheet(deviceless.L4, memory=24 * _GB, gb_per_s=300, tflops=121.0, link_gb_per_s=32, watts=72),
+    "l40s": _sheet(deviceless.L40S, memory=48 * _GB, gb_per_s=864, tflops=362.0, link_gb_per_s=32, watts=350),
+    "rtx4090": _sheet(deviceless.RTX_4090, memory=24 * _GB, gb_per_s=1008, tflops=165.2, link_gb_per_s=32, watts=450),
+    "rtx5090": _sheet(deviceless.RTX_5090, memory=32 * _GB, gb_per_s=1792, tflops=209.5, link_gb_per_s=64, watts=575),
+    "rtxpro6000": _sheet(
+        deviceless.RTX_PRO_6000, memory=96 * _GB, gb_per_s=1792, tflops=503.8, link_gb_per_s=64, watts=600
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from jaxserve.tools.simulator.roofline_times import RooflineTimes
 from jaxserve.tools.simulator.simulation import Limits, Simulation
 from jaxserve.tools.simulator.step_times import StepTimes, read_step_rates
 from jaxserve.tools.simulator.summary import render
-from jaxserve.tools.simulator.traces import TracedRequest, read_trace
+from jaxserve.tools.simulator.traces import TracedRequest, read_log_sizes, read_trace
 
 
 def run_simulate(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
@@ -41,6 +41,8 @@ def run_simulate(args: argparse.Namespace, engine_options: Mapping[str, Any]) ->
     target = parse_target(args.target)
     prices = {} if args.prices is None else read_prices(args.prices)
     chooser = None if args.policy is None else load_policy(args.policy)
+    if args.from_log is not None:
+        args.trace, engine_options = args.from_log, {**read_log_sizes(args.from_log), **engine_options}
     config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
     sizes = Sizes.resolve(config, target)
     if sizes.memory.missing:
@@ -57,7 +59,13 @@ def run_simulate(args: argparse.Namespace, engine_options: Mapping[str, Any]) ->
     )
     simulation.run(_requests(args))
     price = prices.get(target.kind)
-    report = simulation.totals.report(args.replicas, None if price is None else price * target.num_chips)
+    watts = None if target.sheet is None or target.sheet.watts is None else target.sheet.watts * target.num_chips
+    report = simulation.totals.report(
+        args.replicas,
+        None if price is None else price * target.num_chips,
+        max_watts=watts,
+        carbon_intensity=config.carbon_intensity,
+    )
     about = {"model": sizes.name, "target": target.name, "replicas": args.replicas, "trace": args.trace}
     print(json.dumps(about | report, indent=2) if args.json else render(report))
     return 0

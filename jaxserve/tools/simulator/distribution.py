@@ -29,6 +29,12 @@ class Distribution:
         self.count += count
         self.total += value * count
 
+    def merge(self, other: "Distribution") -> None:
+        """Count another distribution's values, too."""
+        self._bins.update(other._bins)
+        self.count += other.count
+        self.total += other.total
+
     @property
     def mean(self) -> float:
         """Mean value; NaN without values."""

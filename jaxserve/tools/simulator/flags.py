@@ -4,6 +4,7 @@ import argparse
 
 SIMULATED = {  # engine options that change what is simulated
     "attention_backend",
+    "carbon_intensity",
     "dtype",
     "enable_prefix_caching",
     "gpu_memory_utilization",
@@ -23,8 +24,14 @@ SIMULATED = {  # engine options that change what is simulated
 
 def add_simulate(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the trace, the model, the chips and the output."""
-    text = "trace of requests: Mooncake's or other JSON lines, Azure's CSV, or an engine's event log; also with gzip"
-    parser.add_argument("--trace", metavar="FILE", required=True, help=text)
+    text = (
+        "trace of requests: Mooncake's or other JSON lines, Azure's CSV, a report of guidellm, a workload of jaxserve "
+        "bench, or an engine's event log; also with gzip"
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--trace", metavar="FILE", help=text)
+    text = "an engine's event log as the trace, with the engine's sizes where no option gives others"
+    where.add_argument("--from-log", metavar="FILE", help=text)
     text = "checkpoint directory, config.json or name of a known model, such as llama-3.1-8b"
     parser.add_argument("--model", metavar="DIR|FILE|NAME", help=f"{text} (default: the embedded model)")
     text = "chips of one replica, as for jaxserve plan, such as h100 or h100x2; or cpu with --step-rates"

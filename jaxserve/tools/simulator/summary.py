@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.api.metrics import co2_g
 from jaxserve.tools.simulator.distribution import Distribution
 
 if TYPE_CHECKING:
@@ -72,13 +73,23 @@ class Totals:
         """Note that time has passed since the last change."""
         self._page_s += self._num_used * seconds
 
-    def report(self, num_replicas: int, usd_per_hour: int | float | None = None) -> dict[str, Any]:
+    def report(
+        self,
+        num_replicas: int,
+        usd_per_hour: int | float | None = None,
+        *,
+        max_watts: float | None = None,
+        carbon_intensity: int | float | None = None,
+    ) -> dict[str, Any]:
         """Return all figures as JSON values; unknown ones are None.
 
         Args:
             num_replicas: replica count.
             usd_per_hour: hourly price for one replica.
+            max_watts: maximum power of one replica's chips.
+            carbon_intensity: grams of CO2 per kWh.
         """
+        joules = None if max_watts is None else max_watts * self.busy_s
         duration_s = self.last_s - self.first_s
         cost = None if usd_per_hour is None else usd_per_hour * num_replicas * duration_s / 3600
         return {
@@ -101,6 +112,9 @@ class Totals:
             "steps": self.num_steps,
             "dispatches": self.num_dispatches,
             "usd": cost,
+            "max_busy_joules": joules,
+            "max_joules_per_output_token": None if joules is None else _ratio(joules, self.num_output_tokens),
+            "max_busy_co2_g": co2_g(joules, carbon_intensity),
             "usd_per_million_output_tokens": None if cost is None else _ratio(cost * 1e6, self.num_output_tokens),
         }
 
@@ -127,6 +141,11 @@ def render(report: dict[str, Any]) -> str:
             f"${report['usd']:,.2f}, ${_number(report['usd_per_million_output_tokens'], 3)} per million output tokens"
         )
         lines.append(f"cost           {cost}")
+    if report["max_busy_joules"] is not None:
+        per_token = _number(report["max_joules_per_output_token"], 3)
+        energy = f"at most {report['max_busy_joules'] / 3.6e6:,.3f} kWh while busy, {per_token} J per output token"
+        grams = report["max_busy_co2_g"]
+        lines.append(f"energy         {energy}" + ("" if grams is None else f", {grams:,.1f} g CO2"))
     return "\n".join(lines)
 
 

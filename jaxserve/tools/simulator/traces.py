@@ -6,6 +6,8 @@
 | Azure, CSV | `TIMESTAMP`, `ContextTokens`, `GeneratedTokens` |
 | Splitwise as Vidur has it, CSV | `arrived_at` in seconds, `num_prefill_tokens`, `num_decode_tokens` |
 | JSON lines | `arrival_s`, `prompt_len`, `output_len`; optional `blocks`, `block_len`, `tenant`, `priority` |
+| guidellm, JSON | `benchmarks`, whose `requests` have times and numbers of tokens; the first benchmark counts |
+| a workload of `jaxserve bench`, JSON | `requests` with `prompt_len`, `output_len`, `arrival_s` |
 | an engine's event log | a first line with the schedule's sizes; every later line is an event |
 
 Files may be compressed by gzip. No format has tokens, except event logs: two prompts share a prefix if their first
@@ -19,12 +21,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxserve.errors import ConfigError
 
 MOONCAKE_BLOCK = 512  # tokens per hash id
+_LOGGED_SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_size")
 LOGGED_BLOCK = 16  # tokens per block of a prompt in an event log
 
 Parsed = Mapping[str, Any]
@@ -120,10 +124,10 @@ def _parsed(path: str | Path, file: io.TextIOWrapper) -> Iterator[tuple[int, Cal
             if line.strip():
                 yield number, partial(_read, read_row, partial(_row, names), line)
         return
-    try:
-        found = json.loads(first)
-    except ValueError as error:
-        raise ConfigError(f"{path}, line 1: {error}; {_EXPECTED}") from error
+    found = _first_object(path, first, file)
+    if whole := [read for name, read in _WHOLE.items() if name in found]:
+        yield from _whole_file(path, whole[0], found)
+        return
     if "max_num_batched_tokens" in found:
         start = _LogReader()
         for number, line in enumerate(file, start=2):
@@ -139,9 +143,63 @@ def _parsed(path: str | Path, file: io.TextIOWrapper) -> Iterator[tuple[int, Cal
             yield number, partial(_read, read, _object, line)
 
 
+def _first_object(path: str | Path, first: str, file: io.TextIOWrapper) -> Parsed:
+    """Return the JSON object in the first line, or in the whole file if its JSON has several lines."""
+    try:
+        return _object(first)
+    except ValueError:
+        pass
+    try:
+        return _object(first + file.read())
+    except ValueError as error:
+        raise ConfigError(f"{path}, line 1: {error}; {_EXPECTED}") from error
+
+
+def _whole_file(
+    path: str | Path, read: Callable[[Parsed], Iterator[TracedRequest]], found: Parsed
+) -> Iterator[tuple[int, Callable[[], TracedRequest | None]]]:
+    """Yield each request's number and a function that returns it, in order of arrival."""
+    try:
+        requests = sorted(read(found), key=attrgetter("arrival_s"))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise ConfigError(f"{path} must have requests as guidellm or jaxserve bench has them: {error!r}") from error
+    for number, request in enumerate(requests, start=1):
+        yield number, partial(_given, request)
+
+
 def _read(read: Callable[[Any], TracedRequest | None], parse: Callable[[str], Any], line: str) -> TracedRequest | None:
     """Parse a line and return the request in it; None if it has none."""
     return read(parse(line))
+
+
+def _given(request: TracedRequest) -> TracedRequest:
+    """Return a request that was read before."""
+    return request
+
+
+def _guidellm(found: Parsed) -> Iterator[TracedRequest]:
+    """Yield the requests of the first benchmark in a report by guidellm; their times count from the first."""
+    requests = found["benchmarks"][0]["requests"]
+    served = requests["successful"] if isinstance(requests, dict) else requests
+    starts = [_first(each, "request_start_time", "start_time") for each in served]
+    first_s = min(starts, default=0.0)
+    for each, start_s in zip(served, starts, strict=True):
+        yield TracedRequest(start_s - first_s, _whole(each["prompt_tokens"]), _whole(each["output_tokens"]))
+
+
+def _first(found: Parsed, *names: str) -> Any:
+    """Return the first of these fields that is present; versions name them differently."""
+    value = next((found[name] for name in names if found.get(name) is not None), None)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{names[0]} must be a number, got {value!r}")
+    return value
+
+
+def _workload(found: Parsed) -> Iterator[TracedRequest]:
+    """Yield the requests of a workload of `jaxserve bench`."""
+    for each in found["requests"]:
+        arrival_s = float(each.get("arrival_s", 0.0))
+        yield TracedRequest(arrival_s, _whole(each["prompt_len"]), _whole(each["output_len"]))
 
 
 def _row(names: Sequence[str], line: str) -> Parsed:
@@ -238,10 +296,25 @@ _JSON: Sequence[tuple[set[str], Callable[[Parsed], TracedRequest]]] = (
     ({"timestamp", "input_length", "output_length", "hash_ids"}, _mooncake),
     ({"arrival_s", "prompt_len", "output_len"}, _plain),
 )
+_WHOLE: Mapping[str, Callable[[Parsed], Iterator[TracedRequest]]] = {"benchmarks": _guidellm, "requests": _workload}
 _EXPECTED = (
     "a trace must be CSV with the columns "
     + " or ".join(", ".join(sorted(needed)) for needed, _ in _CSV)
     + ", JSON lines with the fields "
     + " or ".join(", ".join(sorted(needed)) for needed, _ in _JSON)
-    + ", or an engine's event log"
+    + ", a report of guidellm, a workload of jaxserve bench, or an engine's event log"
 )
+
+
+def read_log_sizes(path: str) -> dict[str, int]:
+    """Return the engine options that an event log's sizes come from.
+
+    Raises:
+        ConfigError: the file is not an event log.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.loads(file.readline())
+        return {name: _whole(found[name]) for name in _LOGGED_SIZES}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} must be an engine's event log: {error!r}") from error
