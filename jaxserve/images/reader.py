@@ -113,11 +113,11 @@ class ImageReader:
             num_tokens += 0 if is_expanded else sum(len(placeholders.tokens(image)[0]) for image in picture) - 1
             check_len(num_tokens)
         counts = [len(picture) - 1 for picture in pictures]
-        if any(counts) and not is_expanded:
-            if isinstance(token_ids, EncodedPrompt):
-                token_ids = token_ids.encode(counts)
-            else:
-                token_ids = placeholders.with_crops(token_ids, counts)
+        has_crops = any(counts) and not is_expanded
+        if isinstance(token_ids, EncodedPrompt):
+            token_ids = token_ids.encode(counts) if has_crops else list(token_ids)
+        elif has_crops:
+            token_ids = placeholders.with_crops(token_ids, counts)
         return placeholders.expand(token_ids, list(chain.from_iterable(pictures)))
 
     def prepare(self, inputs: ImageInputs, namespace: str = "") -> list[PreparedImage]:

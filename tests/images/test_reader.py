@@ -24,7 +24,7 @@ from jaxserve.images.deadline import Deadline
 from jaxserve.images.families import read_placeholders
 from jaxserve.images.inputs import ImageInputs
 from jaxserve.images.placeholders import Placeholders
-from jaxserve.images.prepared import PreparedImage
+from jaxserve.images.prepared import EncodedPrompt, PreparedImage
 from jaxserve.images.processor_files import image_processor
 from jaxserve.images.reader import ImageOptions, ImageReader
 from tests.vision_checkpoints import FAMILIES
@@ -260,6 +260,14 @@ def test_options_of_the_processor(reader):
     limited = new_reader(adjusted={"max_pixels": 3136})
     size = {"shortest_edge": 3136, "longest_edge": 50176}
     assert [limited.prepare(inputs(PIXELS, size=each))[0].num_embeddings for each in (None, size)] == [2, 6]
+
+
+def test_encoded_texts_become_plain_ids(reader):
+    """Prompts go to other processes, which take no function, also if they are already expanded."""
+    for ids in ([1, IMAGE, 2], [1, *[IMAGE] * 6, 2]):
+        found, _ = reader.expand(EncodedPrompt(ids, lambda counts: []), inputs(PIXELS))
+        assert type(found) is list
+        assert found == [1, *[IMAGE] * 6, 2]
 
 
 def test_prompts_without_images_stay_the_same_object(reader):
