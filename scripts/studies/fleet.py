@@ -1,4 +1,4 @@
-"""Parts that the studies share: a small replica, random arrivals, and the output of a figure.
+"""Parts that the studies share: a small replica, random arrivals, and the output of a figure."""
 
 import argparse
 import json
