@@ -89,6 +89,7 @@ class VLLM:
             block_size=args.page_size,
             num_gpu_blocks_override=args.num_pages + 1,  # one is never used
             enable_prefix_caching=True,
+            enforce_eager=args.vllm_eager,
         )
         self._loop, self._numbers = asyncio.new_event_loop(), iter(range(1 << 30))
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--engine", choices=ENGINES, help="measure only this one, in this process")
     parser.add_argument("--python", action="append", default=[], metavar="vllm=PATH")
     parser.add_argument("--workload", default="scripts/workloads/agents-8.json")
+    parser.add_argument("--vllm-eager", action="store_true", help="start vLLM sooner, without compiled programs")
     parser.add_argument("--num-pages", type=int, default=90)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--max-num-seqs", type=int, default=8)
