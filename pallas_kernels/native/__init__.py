@@ -24,7 +24,7 @@ LINEAR = "jaxserve_linear"
 GROUPED_LINEAR = "jaxserve_grouped_linear"
 ZEROS = "jaxserve_zeros"
 ACTIVATION_DTYPES = ("float32", "bfloat16")
-ABI = 18  # version of the calls' signatures and of packed weights; ffi.cc has the same number
+ABI = 19  # version of the calls' signatures and of packed weights; ffi.cc has the same number
 
 _DIRECTORY = Path(__file__).parent
 _LIBRARY = _DIRECTORY / "_kernels.so"

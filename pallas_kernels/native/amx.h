@@ -80,6 +80,7 @@ class TileShapes {
 class TileTokens {
  public:
   int64_t num_tiles() const { return (p_.num_tokens + kTileRows - 1) / kTileRows; }
+  int64_t first_token(int64_t tile) const { return std::min(tile * kTileRows, p_.num_tokens); }
   int64_t rows(int64_t tile) const { return std::min(p_.num_tokens - tile * kTileRows, kTileRows); }
 
  protected:
@@ -293,14 +294,14 @@ inline NATIVE_INLINE void each_sums(const Use& use) {
 // Write y of a tile of tokens from its finished sums for some panels.
 inline void finish_tile(const LinearProblem& p, int64_t first_token, int64_t num_tokens, int64_t panel, int64_t num_panels,
                         float* sums) {
-  if (p.gated && num_panels == kTilePanels && !p.token_terms) {
+  if (p.gated && num_panels == kTilePanels && !p.task_terms) {
     for (int64_t t = 0; t < num_tokens; ++t, sums += kPanelRows) {
       write_gated_pair(p, first_token + t, panel, load<16>(sums), load<16>(sums + kTileSums));
     }
     return;
   }
   for (int64_t i = 0; i < num_panels; ++i, sums += kTileSums) {
-    if (p.token_terms) add_terms(p, first_token, num_tokens, panel + i, sums, kPanelRows);
+    if (p.task_terms) add_terms(p, first_token, num_tokens, panel + i, sums, kPanelRows);
     for (int64_t t = 0; t < num_tokens; ++t) {
       const F<16> finished[1][1] = {load<16>(sums + t * kPanelRows)};
       finish<1, 1>(p, first_token + t, panel + i, finished);

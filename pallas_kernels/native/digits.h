@@ -299,6 +299,7 @@ class DigitTokens {
   }
 
   int64_t num_tiles() const { return tiles_.size(); }
+  int64_t first_token(int64_t tile) const { return tiles_.start(tile); }
   int64_t panels_at_once() const { return 1; }
 
   DigitTile<Format::kDigits> tile(int64_t index) const {

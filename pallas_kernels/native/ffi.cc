@@ -493,7 +493,7 @@ ffi::Error run_zeros(ffi::Result<ffi::AnyBuffer> out) {
 }  // namespace
 
 // Version of the calls' signatures and of packed weights; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 18; }
+extern "C" int jaxserve_native_abi() { return 19; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {

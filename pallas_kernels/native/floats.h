@@ -329,6 +329,7 @@ class PackedTokens {
   }
 
   int64_t num_tiles() const { return tiles_.size(); }
+  int64_t first_token(int64_t tile) const { return tiles_.start(tile); }
   int64_t panels_at_once() const { return num_tiles() == 1 ? lone_panels(tile(0).num_tokens) : kPanels; }
 
   Tile tile(int64_t index) const {

@@ -22,7 +22,7 @@ static void attention(Executor& executor, const AttentionProblem& p) {
 using ::NATIVE_ISA::attention;
 #endif
 
-const Kernels kernels = {::NATIVE_ISA::linear_of_any_format, ::NATIVE_ISA::grouped_linear_of_any_format, attention};
+const Kernels kernels = {::NATIVE_ISA::float_tile, ::NATIVE_ISA::linear_of_any_format, ::NATIVE_ISA::grouped_linear_of_any_format, attention};
 
 }  // namespace NATIVE_ISA
 }  // namespace native

@@ -45,12 +45,6 @@ struct Terms {
   int64_t num_slots, num_parts, rank, num_inputs;
 };
 
-// The inner vectors of a token's parts, null for a token without terms, and the index of its matrices.
-struct TokenTerm {
-  const float* inner;
-  int64_t matrix;
-};
-
 // y[T, N] = x[T, K] * weight^T + bias[N] + residual[T, N], with weight packed as [N / 16, K, 16] (last panel padded).
 // A gated matrix stores each 8 rows of the gate beside the 8 rows that they gate, [N / 8, K, 2, 8], and has a bias
 // [2, N]: y = silu(x * gate^T + bias[0]) * (x * up^T + bias[1]) + residual.
@@ -72,9 +66,9 @@ struct LinearProblem {
   InputFormat input_format;
   Activations y;
   int64_t num_tokens, num_outputs, num_inputs;
-  const Terms* terms;            // null if no token has terms
-  const TokenTerm* token_terms;  // [T], which the kernels compute from `terms`
-  const int32_t* rows;           // [T], rows of x that the tokens are; null if they are in order
+  const Terms* terms;   // null if no token has terms
+  void* task_terms;     // the TaskTerms (terms.h) of a task's tokens, which the kernels compute from `terms`; or null
+  const int32_t* rows;  // [T], rows of x that the tokens are; null if they are in order
 };
 
 // Products of consecutive tokens with weights of their own: group g has group_sizes[g] of them, and its weights, scales
@@ -127,6 +121,7 @@ struct AttentionProblem {
 };
 
 struct Kernels {
+  void (*float_tile)(const LinearProblem&);  // of as few tokens as a tile has, with weights of floats, on this thread
   void (*linear)(Executor&, const LinearProblem&);
   void (*grouped_linear)(Executor&, const GroupedProblem&);
   void (*attention)(Executor&, const AttentionProblem&);

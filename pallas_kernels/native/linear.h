@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -38,8 +39,11 @@ using TokensForInt4 = PackedTokens<Int4>;
 
 // Return as many tasks as keep all threads busy to the end; one for little work.
 inline int64_t wanted_tasks(const Executor& executor, const LinearProblem& p) {
-  const bool serial = p.num_tokens * num_panels(p) * kPanelRows * p.num_inputs < kSerialProducts;
-  return serial ? 1 : executor.num_threads() * kTasksPerThread;
+  int64_t token_products = num_panels(p) * kPanelRows * p.num_inputs;
+  if (const Terms* terms = p.terms) {
+    token_products += terms->rank * (terms->num_parts * terms->num_inputs + num_panels(p) * kPanelRows);
+  }
+  return p.num_tokens * token_products < kSerialProducts ? 1 : executor.num_threads() * kTasksPerThread;
 }
 
 // Multiply some tiles of tokens with a range of panels.
@@ -54,8 +58,8 @@ void multiply_part(const LinearProblem& p, const Tokens& tokens, int64_t tile, i
 template <typename Tokens>
 class Product {
  public:
-  Product(Executor& executor, const LinearProblem& p, float* buffer, int64_t wanted_tasks)
-      : p_(p), tokens_(executor, p, buffer), passes_(passes_of(tokens_)), num_threads_(executor.num_threads()) {
+  Product(Executor& executor, const LinearProblem& p, const GroupTerms& terms, float* buffer, int64_t wanted_tasks)
+      : p_(p), terms_(terms), tokens_(executor, p, buffer), passes_(passes_of(tokens_)), num_threads_(executor.num_threads()) {
     const int64_t task_tokens = Tokens::task_tokens(p), unit_panels = tokens_.panels_at_once();
     num_panels_ = num_panels(p);
     num_blocks_ = (p.num_tokens + task_tokens - 1) / task_tokens;
@@ -73,7 +77,12 @@ class Product {
     const int64_t block = passes_.shares_tokens ? task / num_ranges_ : task % num_blocks_;
     const int64_t num_tiles = tokens_.num_tiles();
     const int64_t first_tile = block * num_tiles / num_blocks_, end_tile = (block + 1) * num_tiles / num_blocks_;
-    multiply_part(p_, tokens_, first_tile, end_tile, panels_of(task, part), panels_of(task + num_threads_, part));
+    const PanelPart here = panels_of(task, part), ahead = panels_of(task + num_threads_, part);
+    if (!terms_.sorted) return multiply_part(p_, tokens_, first_tile, end_tile, here, ahead);
+    TaskTerms task_terms(p_, terms_, tokens_.first_token(first_tile), tokens_.first_token(end_tile));
+    LinearProblem p = p_;
+    p.task_terms = &task_terms;
+    multiply_part(p, tokens_, first_tile, end_tile, here, ahead);
   }
 
  private:
@@ -89,103 +98,88 @@ class Product {
   int64_t start(int64_t range) const { return std::min(range * num_units_ / num_ranges_ * unit_panels_, num_panels_); }
 
   const LinearProblem& p_;
+  const GroupTerms& terms_;
   Tokens tokens_;
   Passes passes_;
   int64_t num_threads_, num_panels_, num_blocks_, unit_panels_, num_units_, num_ranges_;
 };
 
-// Compute the inner vectors of all tokens of some groups that have terms.
-inline void compute_inner(Executor& executor, LinearProblem& p, const int32_t* group_sizes, int64_t num_groups);
-
-// Write y of a matrix without columns, whose tokens have only terms.
-inline void write_terms(Executor& executor, const LinearProblem& p) {
-  constexpr int kTokens = 16;
-  parallel_for(executor, (p.num_tokens + kTokens - 1) / kTokens, [&](int64_t task) {
-    const int64_t first = task * kTokens, num_tokens = std::min<int64_t>(kTokens, p.num_tokens - first);
-    for (int64_t panel = 0; panel < num_panels(p); ++panel) {
-      float sums[kTokens * kPanelRows] = {};
-      if (p.token_terms) add_terms(p, first, num_tokens, panel, sums, kPanelRows);
-      for (int64_t t = 0; t < num_tokens; ++t) {
-        F<NATIVE_WIDTH> finished[1][kVectors];
-        for (int v = 0; v < kVectors; ++v) finished[0][v] = load<NATIVE_WIDTH>(sums + t * kPanelRows + v * NATIVE_WIDTH);
-        finish<1, 1>(p, first + t, panel, finished);
-      }
-    }
-  });
-}
-
 template <typename Tokens>
-void linear(Executor& executor, const LinearProblem& given) {
-  if (given.num_tokens == 0) return;
-  LinearProblem p = given;
+void linear(Executor& executor, const LinearProblem& p) {
+  if (p.num_tokens == 0) return;
+  if constexpr (!std::is_same_v<Tokens, NoColumns>) {
+    if (p.num_inputs == 0) return linear<NoColumns>(executor, p);
+  }
   const int32_t num_tokens = static_cast<int32_t>(p.num_tokens);
-  if (p.terms) compute_inner(executor, p, &num_tokens, 1);
-  if (p.num_inputs == 0) return write_terms(executor, p);
-  float* buffer = scratch<Tokens>(Tokens::size(p));
-  const Product<Tokens> product(executor, p, buffer, wanted_tasks(executor, p));
+  std::optional<SortedTerms> sorted;
+  GroupTerms terms;
+  if (p.terms) terms = GroupTerms(sorted.emplace(executor, p, &num_tokens, 1), 0, 0);
+  const int64_t wanted = wanted_tasks(executor, p);
+  const Product<Tokens> product(executor, p, terms, scratch<Tokens>(Tokens::size(p)), wanted);
+  native::SerialExecutor serial;
   for (int64_t part = 0; part < product.num_parts(); ++part) {
-    parallel_for(executor, product.num_tasks(), [&](int64_t task) { product.run(task, part); });
+    const int64_t num_inner = sorted && part == 0 ? sorted->num_tasks() : 0;
+    parallel_for(wanted == 1 ? serial : executor, num_inner + product.num_tasks(), [&](int64_t task) {
+      task < num_inner ? sorted->run(task) : product.run(task - num_inner, part);
+    });
   }
 }
 
+// The product of a group's tokens.
+struct GroupProduct {
+  LinearProblem problem;
+  GroupTerms terms;
+};
+
 // Return the products of the groups that have tokens.
 template <typename Format>
-std::vector<LinearProblem> group_problems(const GroupedProblem& p) {
+std::vector<GroupProduct> group_products(const GroupedProblem& p, const SortedTerms* terms) {
   const int64_t K = p.all.num_inputs, num_groups = K / p.all.group_size;
   const int64_t matrix_rows = num_panels(p.all) * kPanelRows, matrix_scales = matrix_rows * num_groups;
   const int64_t matrix_elements = matrix_scales * group_elements<Format>(p.all.group_size);
-  std::vector<LinearProblem> products;
+  std::vector<GroupProduct> products;
   for (int64_t g = 0, first = 0; g < p.num_groups; first += p.group_sizes[g++]) {
     if (p.group_sizes[g] == 0) continue;
     LinearProblem product = p.all;
     product.num_tokens = p.group_sizes[g];
-    if (product.token_terms) product.token_terms += first;
-    if (!product.rows) {
-      product.x = product.x.from(first * K);
-    } else if (product.num_tokens == 1) {  // a lone token may be used as it is
-      product.x = product.x.from(product.rows[first] * K);
-      product.rows = nullptr;
-    } else {
-      product.rows += first;
-    }
+    product.x = product.x.from(first * K);
     product.y = product.y.from(first * product.num_outputs);
     product.weight = static_cast<const typename Format::Weight*>(product.weight) + g * matrix_elements;
     if (product.scales) product.scales += g * matrix_scales;
     if (product.zeros) product.zeros += g * matrix_scales;
-    products.push_back(product);
+    products.push_back({product, terms ? GroupTerms(*terms, g, first) : GroupTerms()});
   }
   return products;
 }
 
 template <typename Tokens>
-void grouped_linear(Executor& executor, const GroupedProblem& given) {
-  GroupedProblem p = given;
-  if (p.all.terms) compute_inner(executor, p.all, p.group_sizes, p.num_groups);
-  const std::vector<LinearProblem> problems = group_problems<typename Tokens::Format>(p);
-  int64_t size = 0, num_tokens = 0, num_tasks = 0;
-  for (const LinearProblem& problem : problems) {
-    size += Tokens::size(problem);
-    num_tokens += problem.num_tokens;
+void grouped_linear(Executor& executor, const GroupedProblem& p) {
+  std::optional<SortedTerms> sorted;
+  if (p.all.terms) sorted.emplace(executor, p.all, p.group_sizes, p.num_groups);
+  const std::vector<GroupProduct> groups = group_products<typename Tokens::Format>(p, sorted ? &*sorted : nullptr);
+  int64_t size = 0, num_tokens = 0, num_tasks = sorted ? sorted->num_tasks() : 0;
+  const int64_t num_inner = num_tasks;
+  for (const GroupProduct& group : groups) {
+    size += Tokens::size(group.problem);
+    num_tokens += group.problem.num_tokens;
   }
   fill_with_zeros(p.all.y, num_tokens * p.all.num_outputs, (p.all.num_tokens - num_tokens) * p.all.num_outputs);
   float* buffer = scratch<Tokens>(size);
   const int64_t wanted = wanted_tasks(executor, p.all);
   std::vector<Product<Tokens>> products;
-  std::vector<int64_t> ends;  // tasks of each product and of those before it
-  products.reserve(problems.size());
-  for (const LinearProblem& problem : problems) {
-    products.emplace_back(executor, problem, buffer, (wanted * problem.num_tokens + num_tokens - 1) / num_tokens);
+  std::vector<int64_t> ends;  // tasks of each product and of those before it, inner vectors first
+  products.reserve(groups.size());
+  for (const auto& [problem, terms] : groups) {
+    products.emplace_back(executor, problem, terms, buffer, (wanted * problem.num_tokens + num_tokens - 1) / num_tokens);
     buffer += Tokens::size(problem);
     ends.push_back(num_tasks += products.back().num_tasks());
   }
-  // Little work is one task for one thread.
-  const int64_t step = wanted == 1 ? std::max<int64_t>(1, num_tasks) : 1;
-  parallel_for(executor, num_tasks / step, [&](int64_t first) {
-    for (int64_t task = first * step; task < (first + 1) * step; ++task) {
-      const int64_t i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
-      const int64_t first_task = i == 0 ? 0 : ends[i - 1];
-      for (int64_t part = 0; part < products[i].num_parts(); ++part) products[i].run(task - first_task, part);
-    }
+  native::SerialExecutor serial;  // little work is for one thread
+  parallel_for(wanted == 1 ? serial : executor, num_tasks, [&](int64_t task) {
+    if (task < num_inner) return sorted->run(task);
+    const int64_t i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
+    const int64_t first_task = i == 0 ? num_inner : ends[i - 1];
+    for (int64_t part = 0; part < products[i].num_parts(); ++part) products[i].run(task - first_task, part);
   });
 }
 
@@ -243,38 +237,27 @@ void grouped_linear_of(Executor& executor, const GroupedProblem& p, DigitTokens<
 }
 #endif
 
-inline void compute_inner(Executor& executor, LinearProblem& p, const int32_t* group_sizes, int64_t num_groups) {
-  static thread_local std::vector<TokenTerm> token_terms;
-  const Terms& terms = *p.terms;
-  token_terms.resize(std::max<size_t>(token_terms.size(), p.num_tokens));
-  const SortedTerms sorted(p, group_sizes, num_groups, token_terms);
-  const int64_t size = terms.num_parts * terms.rank, num_tokens = static_cast<int64_t>(sorted.rows.size());
-  struct Inner;
-  float* inner = scratch<Inner>(num_tokens * size);
-  GroupedProblem products{{}, sorted.sizes.data(), static_cast<int64_t>(sorted.sizes.size())};
-  products.all.x = terms.x ? native::Activations{const_cast<float*>(terms.x), false} : p.x;
-  products.all.norm = terms.x ? nullptr : p.norm;
-  products.all.eps = p.eps;
-  products.all.weight = terms.a;
-  products.all.format = terms.format;
-  products.all.y = {inner, false};
-  products.all.num_tokens = num_tokens;
-  products.all.num_outputs = size;
-  products.all.num_inputs = products.all.group_size = terms.num_inputs;
-  products.all.rows = sorted.rows.data();
-  // Vectors of floats even where tiles exist: a token's sums must not depend on the base's format and number of tokens.
-  switch (terms.format) {
-    case native::WeightFormat::kBFloat16:
-      grouped_linear_of(executor, products, (PackedTokens<Floats<BFloat16>>*)nullptr);
-      break;
-    case native::WeightFormat::kFloat16:
-      grouped_linear_of(executor, products, (PackedTokens<Floats<Float16>>*)nullptr);
-      break;
-    default: grouped_linear_of(executor, products, (PackedTokens<Floats<float>>*)nullptr);
-  }
-  for (int64_t i = 0; i < num_tokens; ++i) token_terms[sorted.rows[i]].inner = inner + i * size;
-  p.token_terms = token_terms.data();
+// Multiply a tile of tokens with a matrix of floats. Vectors even where matrix tiles exist: a token's sums must not depend
+// on the number of tokens.
+#ifdef NATIVE_PLAIN
+inline void float_tile(const LinearProblem& p) { native::NATIVE_PLAIN::kernels.float_tile(p); }
+#else
+template <typename Number>
+void float_tile_of(const LinearProblem& p) {
+  native::SerialExecutor serial;
+  struct Tile;  // not the buffer of a product with the same format, whose task this may be
+  const PackedTokens<Floats<Number>> tokens(serial, p, scratch<Tile>(PackedTokens<Floats<Number>>::size(p)));
+  multiply_panels(p, tokens, 0, num_panels(p));
 }
+
+inline void float_tile(const LinearProblem& p) {
+  switch (p.format) {
+    case native::WeightFormat::kBFloat16: return float_tile_of<BFloat16>(p);
+    case native::WeightFormat::kFloat16: return float_tile_of<Float16>(p);
+    default: return float_tile_of<float>(p);
+  }
+}
+#endif
 
 inline void linear_of_any_format(Executor& executor, const LinearProblem& p) {
   with_tokens(p.format, p.input_format, [&](auto* tokens) { linear_of(executor, p, tokens); });

@@ -19,6 +19,13 @@ class Executor {
   virtual void schedule(void (*run)(void*), void* data) = 0;
 };
 
+// Runs nothing: loops are the caller's.
+class SerialExecutor : public Executor {
+ public:
+  int64_t num_threads() const override { return 1; }
+  void schedule(void (*)(void*), void*) override {}
+};
+
 // State shared by the threads of one loop. It outlives the loop: a helper may start when all tasks are done already.
 struct Loop {
   void (*body)(const void* context, int64_t task);

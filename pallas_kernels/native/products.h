@@ -200,7 +200,7 @@ inline NATIVE_INLINE void finish(const LinearProblem& p, int64_t first_token, in
 template <int Tokens, int Panels>
 __attribute__((noinline)) void finish_copy(const LinearProblem& p, int64_t first_token, int64_t panel,
                                            F<NATIVE_WIDTH> (&sums)[Tokens][Panels * kVectors]) {
-  if (p.token_terms) {
+  if (p.task_terms) {
     float* lanes = reinterpret_cast<float*>(&sums);
     for (int i = 0; i < Panels; ++i) add_terms(p, first_token, Tokens, panel + i, lanes + i * kPanelRows, Panels * kPanelRows);
   }

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 EPS, NUM_SLOTS, RANK = 1e-5, 3, 16
-TOKEN_COUNTS = (1, 5, 37)
+TOKEN_COUNTS = (1, 5, 37, 300)  # the last ones are several blocks
 # Outputs by part, and whether the matrix is gated: parts need not end with a panel.
 MATRICES = {"whole": ((40,), False), "parts": ((33, 9, 22), False)}
 MATRICES |= {"gated": ((37, 37), True), "gated whole": ((74,), True)}

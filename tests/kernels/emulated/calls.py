@@ -53,7 +53,7 @@ class Linear(ctypes.Structure):
         *_fields(x=Activations, norm=Pointer, eps=Float, bias=Pointer, residual=Activations, weight=Pointer),
         *_fields(format=Enum, gated=Bool, scales__zeros=Pointer, group_size=Int, input_format=Enum, y=Activations),
         *_fields(num_tokens__num_outputs__num_inputs=Int),
-        *_fields(terms__token_terms__rows=Pointer),
+        *_fields(terms__task_terms__rows=Pointer),
     ]
 
 
