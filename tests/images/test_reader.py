@@ -144,6 +144,12 @@ def test_prompts_are_too_long_as_soon_as_their_first_images_are(reader, num_plac
     assert lengths == [num_placeholders + 5 * count for count in range(num_read + 1)]
 
 
+def test_expanded_prompts_are_as_long_as_they_are(reader):
+    lengths: list[int] = []
+    ids, spans = reader.expand([IMAGE] * 6, inputs(PIXELS), check_len=lengths.append)
+    assert (ids, len(spans), lengths) == ([IMAGE] * 6, 1, [6, 6])
+
+
 def test_all_images_of_a_prompt_have_one_deadline(monkeypatch):
     reader = new_reader()
     monkeypatch.setattr("jaxserve.images.reader.PROMPT_S", 0.0)
@@ -246,6 +252,18 @@ def test_a_prompt_never_waits_for_its_own_images(monkeypatch):
         new_reader(cache_bytes=1_400_000).prepare(inputs(*sizes))
     assert not isinstance(caught.value, BusyError), "a client that tries again has no more success"
     assert len(new_reader(cache_bytes=1_400_000).prepare(inputs(*sizes[:1] * 9))) == 9, "one image counts once"
+
+
+def test_large_images_and_many_options_are_bounded(monkeypatch):
+    reader = new_reader()
+    monkeypatch.setattr("jaxserve.images.reader.MAX_PIXELS", 100)
+    with pytest.raises(RequestError, match="at most 100 pixels, got 84 x 56"):
+        reader.prepare(inputs(PICTURE))
+    monkeypatch.setattr("jaxserve.images.reader._MAX_PROCESSORS", 3)
+    for max_pixels in range(3136, 3142):
+        reader.prepare(inputs(PIXELS, max_pixels=max_pixels))
+    assert list(reader._processors)[::2] == ["{}", '{"max_pixels": 3141}']
+    assert len(reader._processors) == 3
 
 
 def test_options_of_the_processor(reader):
