@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.experimental import topologies
@@ -68,6 +68,7 @@ class Chip:
         num_cores: number of GPU multiprocessors, or TensorCores per TPU device.
         topology_name: name for `jax.experimental.topologies`, without the shape.
         options: options for `get_topology_desc`, such as XLA's description of a GPU.
+        capability: compute capability of a GPU, such as "8.9".
     """
 
     device_kind: str
@@ -75,6 +76,7 @@ class Chip:
     num_cores: int
     topology_name: str
     options: tuple[tuple[str, str], ...] = ()
+    capability: str = ""
 
     def unavailable(self) -> str | None:
         """Return the reason why this machine cannot compile for the chip (a missing package), or None if it can."""
@@ -169,10 +171,27 @@ class Chip:
         """Return an abstract mesh with the chip's kind and core count, which kernels read at trace time."""
         properties: dict[str, Any] = {"device_kind": self.device_kind, "num_cores": self.num_cores}
         try:
-            device = AbstractDevice(**properties, platform=self.platform)
+            device = _Device(**properties, platform=self.platform)
         except TypeError:  # jax 0.10 has no platform there
-            device = AbstractDevice(**properties)
+            device = _Device(**properties)
+        device.capabilities[self.device_kind] = self.capability
         return AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+class _Device(AbstractDevice):
+    """Abstract device with a compute capability; without one, Mosaic GPU assumes Hopper.
+
+    It is looked up by kind, since jax compares and hashes only the dataclass's fields.
+    """
+
+    capabilities: ClassVar[dict[str, str]] = {}
+
+    @property
+    def compute_capability(self) -> str:
+        """The GPU's compute capability, such as "8.9"."""
+        if not (found := self.capabilities.get(self.device_kind)):
+            raise AttributeError(f"the compute capability of a {self.device_kind} is not known")
+        return found
 
 
 @contextlib.contextmanager
@@ -249,7 +268,7 @@ def _gpu(
         "clock": clock,
         "memory": round(gb * 1e9),
     }
-    return Chip(name, "gpu", num_cores, name, (("target_config", _GPU % values),))
+    return Chip(name, "gpu", num_cores, name, (("target_config", _GPU % values),), "{}.{}".format(*capability))
 
 
 # Memory as the devices report it: less than the data sheet's with error correction, more if it counts in GiB.

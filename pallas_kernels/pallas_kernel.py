@@ -36,7 +36,7 @@ L = TypeVar("L")
 
 
 class PallasKernel(ABC, Generic[P, L]):
-    """Backend with a Pallas kernel for Hopper GPUs or TPUs.
+    """Backend with a Pallas kernel for GPUs or TPUs.
 
     P is the type of the problems that it runs, L the type of a launch's static parameters.
 
@@ -54,6 +54,11 @@ class PallasKernel(ABC, Generic[P, L]):
         """Use these settings, which all kernels of an op share."""
         self.settings = settings
 
+    @property
+    def chips(self) -> Any:
+        """Module with the properties of the chips that the kernel runs on: Hopper GPUs or TPUs."""
+        return hopper if self.platform == "gpu" else tpu
+
     def unsupported_reason(self, problem: P) -> str | None:
         """Return the reason why this kernel cannot run a problem on the target chip, or None if it can.
 
@@ -65,7 +70,7 @@ class PallasKernel(ABC, Generic[P, L]):
         reason = self.unsupported_problem(problem) or self._import_failure()
         if reason is not None or not (is_interpreted or target_platform() == self.platform):
             return reason
-        if self.platform == "gpu" and not is_interpreted and (reason := hopper.unsupported_reason()) is not None:
+        if self.platform == "gpu" and not is_interpreted and (reason := self.chips.unsupported_reason()) is not None:
             return reason
         try:
             self.launch(problem)
@@ -87,8 +92,7 @@ class PallasKernel(ABC, Generic[P, L]):
 
     def target_chip(self) -> TargetChip:
         """Return the chip to compile for; in the interpreter, a small imaginary chip."""
-        family: Any = hopper if self.platform == "gpu" else tpu
-        chip: TargetChip = family.target_chip() if self.settings.interpreter is None else family.INTERPRETED
+        chip: TargetChip = self.chips.target_chip() if self.settings.interpreter is None else self.chips.INTERPRETED
         return chip
 
     def kernel(self) -> Any:

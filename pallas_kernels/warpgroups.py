@@ -98,6 +98,14 @@ def load(memory: Ref, layout: Any) -> Registers:
     return plgpu.load(memory, *index, layout=layout, optimized=False)
 
 
+def store(memory: Ref, value: Registers) -> None:
+    """Store an array from registers to shared or global memory, whatever its register layout."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(memory, value, optimized=False)
+    else:  # jax 0.11 and earlier lack it, and do not insist on fast stores
+        memory[...] = value
+
+
 def spread(rows: Registers, shape: tuple[int, int], layout: Any) -> Registers:
     """Broadcast one value per row, `[rows]`, over all columns of `shape`, `[rows, columns]`, in a register layout."""
     return plgpu.layout_cast(lax.broadcast_in_dim(rows, shape, [0]), layout)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.op import AUTO, Op
-from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, native, xla
+from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_mma, mosaic_tpu, native, xla
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Backend
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import SMALL_PAGE_TOKENS, Layout, PoolDims
@@ -29,6 +29,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
 
 BACKENDS: Mapping[str, Backend] = {
     "mosaic_gpu": mosaic_gpu.KERNEL,
+    "mosaic_mma": mosaic_mma.KERNEL,
     "mosaic_tpu": mosaic_tpu.KERNEL,
     "native": native.Native(),
     "xla": xla.Xla(),

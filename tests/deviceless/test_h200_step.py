@@ -47,13 +47,13 @@ DEFAULT_STEPS = {  # tokens, steps per dispatch, elements in the pool: upper bou
 HLO_NAMES = {"bfloat16": "bf16", "float32": "f32", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
 
 
-def lower_step(chip, config, schedule, num_tokens, max_steps, kv_dtype, options=None):
+def lower_step(chip, config, schedule, num_tokens, max_steps, kv_dtype, options=None, backend="mosaic_gpu"):
     """Return the pool, and the step of one bucket, or of multi-step decode if `max_steps` is more than one."""
     arch, layout = registry.from_hf_config(config), BatchLayout.from_config(schedule, num_tokens)
     params = abstract_params(arch, BFLOAT16)
-    state = abstract_state(arch, schedule, kv_dtype=kv_dtype, backend="mosaic_gpu")
+    state = abstract_state(arch, schedule, kv_dtype=kv_dtype, backend=backend)
     blob = jax.ShapeDtypeStruct((layout.blob.size,), jnp.int32)
-    program = make_serve_step(Model.from_arch(arch, backend="mosaic_gpu"), layout, max_steps)
+    program = make_serve_step(Model.from_arch(arch, backend=backend), layout, max_steps)
     return state.kv_pages, chip.lower(program, (params, state, blob), (1,), None, options)
 
 

@@ -25,8 +25,11 @@ KERNELS = {
             "memory",
             "warpgroup",
             "loading_warpgroup",
+            "tile_loader",
+            "softmax_warpgroup",
             "computing_warpgroup",
             "ring_reader",
+            "outputs",
             "split_merge",
         )
     ],

@@ -136,7 +136,7 @@ PLANTED = {  # bug: (case, old code, new code)
     ),
     "merged output leaves before it is written": (
         "half",
-        "        plgpu.commit_smem()\n        token, head =",
+        "        outputs.commit(config)\n        token, head =",
         "        token, head =",
     ),
     "none in trees": ("tree", "", ""),

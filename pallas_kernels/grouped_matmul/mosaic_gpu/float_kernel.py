@@ -29,7 +29,7 @@ from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.kernel_values import Ref, Registers, Scalar
-from jaxserve.pallas_kernels.warpgroups import i32
+from jaxserve.pallas_kernels.warpgroups import i32, store
 
 MATRIX, BASE, BEGIN, END = range(4)  # columns of the visit table, named as in `Visits`
 LOADING_REGISTERS = 72  # registers per loading thread if there are three warpgroups; two have enough anyway
@@ -174,7 +174,7 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
             warpgroup: computing warpgroup index.
         """
         out = self.shared.out.at[warpgroup]
-        out[...] = y.astype(out.dtype)
+        store(out, y.astype(out.dtype))
         plgpu.commit_smem()
         base, columns = self.visits[visit, BASE] + warpgroup * WARPGROUP_ROWS, pl.ds(first_output, out.shape[1])
         done = jnp.clip(self.visits[visit, BEGIN] - base, 0, WARPGROUP_ROWS)

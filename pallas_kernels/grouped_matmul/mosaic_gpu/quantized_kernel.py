@@ -30,7 +30,7 @@ from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.quantized_matmul import W
 from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, QuantizedStack
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.kernel_values import Ref, Registers, Scalar
-from jaxserve.pallas_kernels.warpgroups import i32, load, spread
+from jaxserve.pallas_kernels.warpgroups import i32, load, spread, store
 
 LOADING_REGISTERS = {2: 40, 3: 56, 4: 32}  # registers per loading thread, by computing warpgroups
 _LAYOUT = plgpu.Layout.WGMMA
@@ -261,7 +261,7 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         """
         x = self.shared.x.at[slot, half, :, pl.ds(unit * WGMMA_COLUMNS, WGMMA_COLUMNS)].transpose((1, 0))
         if self.launch.interpret is not None:  # it has no wgmma with registers
-            self.shared.weight[warpgroup] = weight
+            store(self.shared.weight.at[warpgroup], weight)
             plgpu.commit_smem()
             weight = self.shared.weight.at[warpgroup]
         plgpu.wgmma(acc, weight, x)
@@ -326,4 +326,4 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         first_row, first_output, split = self._tile(number)
         outputs = pl.ds(first_output + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         out = self.out.at[split, pl.ds(first_row, self.launch.tiles.rows), outputs]
-        out.transpose((1, 0))[...] = plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED)
+        store(out.transpose((1, 0)), plgpu.layout_cast(sums, plgpu.Layout.WGMMA_TRANSPOSED))

@@ -84,7 +84,11 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
         unsupported = _unsupported_latents if isinstance(problem.kind, Latents) else _unsupported_heads
         if (reason := unsupported(problem)) is not None:
             return reason
-        page_size = problem.page_size
+        return self.unsupported_page_size(problem.page_size)
+
+    @staticmethod
+    def unsupported_page_size(page_size: int) -> str | None:
+        """Return why the kernel cannot read pages of this size, or None if it can."""
         if page_size % 8 or (BLOCK_KV % page_size and page_size % BLOCK_KV):
             return f"page_size must be 8, 16, 32 or a multiple of {BLOCK_KV}, not {page_size}"
         return None
@@ -138,7 +142,7 @@ class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
         q = inputs.q.astype(config.dtype)
         if config.token_heads > 1:
             q = jnp.pad(q, ((0, 0), (0, config.token_heads - Q), (0, 0))).reshape(-1, 1, H)
-        q = jnp.pad(q, ((0, -config.num_tokens % MIN_TILE_TOKENS), (0, 0), (0, 0)))
+        q = jnp.pad(q, ((0, config.padded_tokens - config.num_tokens), (0, 0), (0, 0)))
         heads = values_of(kv_pages)[:, :, :, None] if isinstance(kind, Latents) else kv_pages
         work = plans(config, rows)
         out = self.kernel().attend(config, work, inputs._replace(q=q, rows=rows), heads, layer)[: config.num_tokens]

@@ -15,7 +15,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Sha
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import KernelConfig, Tiling
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import TileSlice
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import EIGHTS, WorkItem
-from jaxserve.pallas_kernels.warpgroups import load, spread
+from jaxserve.pallas_kernels.warpgroups import load, spread, store
 
 
 class RingReader:
@@ -151,7 +151,7 @@ class RingReader:
             if end is not None:
                 row = plgpu.broadcasted_iota(jnp.int32, elements.shape, 0, layout=layout)
                 elements = jnp.where(row < end, elements, jnp.zeros_like(elements))
-            scaled[:, columns] = elements.astype(self.config.dtype)
+            store(scaled.at[:, columns], elements.astype(self.config.dtype))
 
         for chunk in range(scaled.shape[1] // width):
             is_turn = self.slice.index == (chunk + first) % self.tiling.warpgroups
@@ -187,7 +187,7 @@ class RingReader:
                 for start in range(0, v.shape[1], width):
                     chunk = v.at[:, pl.ds(start, width)]
                     values = load(chunk, layout)
-                    chunk[...] = jnp.where(row < end, values, jnp.zeros_like(values))
+                    store(chunk, jnp.where(row < end, values, jnp.zeros_like(values)))
                 plgpu.commit_smem()
 
             # Warpgroups that read these columns, as values or in the keys, wait for the warpgroup that clears them.

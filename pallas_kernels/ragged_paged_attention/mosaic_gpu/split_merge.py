@@ -16,17 +16,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.kernel_values import Ref, Scalar
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import work_plan
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import outputs, work_plan
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import MIN_TILE_TOKENS, KernelConfig, Tiling
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import (
     EIGHTS,
     MASKED,
     Softmax,
     WorkItem,
-    copy_tokens,
     read_work_item,
 )
-from jaxserve.pallas_kernels.warpgroups import i32, load, spread
+from jaxserve.pallas_kernels.warpgroups import i32, load, spread, store
 
 WARPGROUPS = 4  # warpgroups per thread block
 IN_FLIGHT = 4  # splits that are loaded before the first one is merged
@@ -75,7 +74,7 @@ def kernel(config: KernelConfig, tiling: Tiling, clears_padding: bool, *refs: Re
 
         @pl.when(thread == 0)
         def clear() -> None:
-            _clear_padding(num_live_ref[0] + index, tiling, out, out_ref)
+            _clear_padding(config, num_live_ref[0] + index, tiling, out, out_ref)
 
 
 def _merge_rows(
@@ -111,11 +110,13 @@ def _merge_rows(
     def merge() -> None:
         state = _merge_all(functools.partial(load_split, column, row), num_splits, out.shape[1])
         # The first stored token must be at a multiple of eight.
-        out[pl.ds(MIN_TILE_TOKENS - begin, MIN_TILE_TOKENS)] = state.result(EIGHTS, config.dtype)
-        plgpu.commit_smem()
+        store(out.at[pl.ds(MIN_TILE_TOKENS - begin, MIN_TILE_TOKENS)], state.result(EIGHTS, config.dtype))
+        outputs.commit(config)
         token, head = item.base_token + first + begin, item.head * config.group + g
-        copy_tokens(out, i32(MIN_TILE_TOKENS), out_ref, token, head, column, num_tokens, MIN_TILE_TOKENS)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        outputs.copy_tokens(
+            config, out, i32(MIN_TILE_TOKENS), out_ref, token, head, column, num_tokens, MIN_TILE_TOKENS
+        )
+        outputs.wait(config)
 
 
 def _load_split(splits: Softmax, index: Scalar, column: Scalar, row: Scalar, number: Scalar) -> Softmax:
@@ -171,10 +172,11 @@ def _merge(a: Softmax, b: Softmax) -> Softmax:
     return Softmax(values, max_score, a.denominator * scale_a + b.denominator * scale_b)
 
 
-def _clear_padding(first_token: Scalar, tiling: Tiling, zeros: Ref, out_ref: Ref) -> None:
+def _clear_padding(config: KernelConfig, first_token: Scalar, tiling: Tiling, zeros: Ref, out_ref: Ref) -> None:
     """Write zeros to the outputs of every `num_workers`-th token from a worker's first padding token on.
 
     Args:
+        config: static parameters.
         first_token: the worker's first padding token.
         tiling: tile sizes and number of workers.
         zeros: shared memory, `[16, columns]`.
@@ -185,8 +187,8 @@ def _clear_padding(first_token: Scalar, tiling: Tiling, zeros: Ref, out_ref: Ref
     @pl.when(first_token < num_tokens)
     def clear() -> None:
         no_values = jnp.zeros((MIN_TILE_TOKENS, zeros.shape[1]), zeros.dtype)
-        zeros[pl.ds(0, MIN_TILE_TOKENS)] = plgpu.layout_cast(no_values, EIGHTS)
-        plgpu.commit_smem()
+        store(zeros.at[pl.ds(0, MIN_TILE_TOKENS)], plgpu.layout_cast(no_values, EIGHTS))
+        outputs.commit(config)
 
         @pl.loop(first_token, num_tokens, step=tiling.num_workers)
         def clear_token(token: Scalar) -> None:
@@ -194,6 +196,6 @@ def _clear_padding(first_token: Scalar, tiling: Tiling, zeros: Ref, out_ref: Ref
             def clear_head(index: Scalar) -> None:
                 head = lax.div(index, i32(tiling.column_warpgroups))
                 part = lax.rem(index, i32(tiling.column_warpgroups))
-                copy_tokens(zeros, i32(0), out_ref, token, head, part, i32(1), 1)
+                outputs.copy_tokens(config, zeros, i32(0), out_ref, token, head, part, i32(1), 1)
 
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        outputs.wait(config)

@@ -131,6 +131,16 @@ class KernelConfig:
         return MIN_TILE_TOKENS if self.token_heads == 1 else 0
 
     @property
+    def padded_tokens(self) -> int:
+        """Tokens in the arrays for queries and outputs, a multiple of eight."""
+        return self.num_tokens + -self.num_tokens % MIN_TILE_TOKENS
+
+    @property
+    def stores_rows(self) -> bool:
+        """True if outputs are written row by row, False if by TMA."""
+        return False
+
+    @property
     def vectors_per_head(self) -> int:
         """Number of vectors in the pool per token and KV head."""
         return 1 if self.values_in_keys else 2

@@ -1,4 +1,4 @@
-"""Work items, the softmax over a split, and copies of tokens to the output, for both kernels."""
+"""Work items and the softmax over a split, for both kernels."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.kernel_values import Ref, Registers, Scalar
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import work_plan
-from jaxserve.pallas_kernels.warpgroups import i32, spread
+from jaxserve.pallas_kernels.warpgroups import spread
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a row that has seen no key yet does not turn into NaN
@@ -95,31 +94,3 @@ class Softmax(NamedTuple):
         """
         denominator = jnp.where(self.denominator > 0, self.denominator, 1.0)
         return (self.values / spread(denominator, self.values.shape, layout)).astype(dtype)
-
-
-def copy_tokens(
-    source: Ref, row: Scalar, target: Ref, token: Scalar, head: Scalar, column: Scalar, num_tokens: Scalar, size: int
-) -> None:
-    """Start copies of `num_tokens` tokens' outputs for one query head from shared memory to global memory.
-
-    Copies must have static sizes: there is one copy per power of two, and these add up to any number of tokens.
-
-    Args:
-        source: outputs in shared memory, `[rows, columns]`, one row per token.
-        row: first row to copy.
-        target: the kernel's output in global memory, `[tokens, heads, value_dim]`.
-        token: token in the output to which the first row is copied.
-        head: query head.
-        column: the columns' index among the output's groups with `columns` columns.
-        num_tokens: number of tokens to copy.
-        size: maximum of `num_tokens`, a power of two.
-    """
-    done, columns = i32(0), pl.ds(column * source.shape[1], source.shape[1])
-    while size:
-
-        @pl.when((num_tokens & size) != 0)
-        def copy(done: Scalar = done, size: int = size) -> None:
-            tokens = target.at[pl.ds(token + done, size), head, columns]
-            plgpu.copy_smem_to_gmem(source.at[pl.ds(row + done, size)], tokens)
-
-        done, size = done + (num_tokens & size), size // 2
