@@ -3,7 +3,7 @@
     python scripts/prefill_apart.py --json out.json
     python scripts/prefill_apart.py path/to/checkpoint --streams 4 --prompt-len 900 --prompts-per-s 2
 
-Two servers, each on one core, are behind a router: alike, or as a producer and a consumer that share a directory. A
+A router gives requests to two servers, each on one core: alike, or a producer and a consumer that share a directory. A
 few clients read streams without a pause, while long prompts, each of which asks for one token, come at a constant
 rate. Both ways take turns. Reported are, for each, the medians over the turns of: the streams' tokens per second, and
 the median, 99th percentile and maximum of the time between two tokens of a stream; the long prompts' median and 99th
