@@ -90,10 +90,11 @@ def _check_devices(config: EngineConfig) -> None:
             about=("expert_parallel_size", "tensor_parallel_size"),
         )
     if config.pipeline_parallel_size > 1:
+        # The first stage finds drafts in its token histories; heads and draft models need the last one's hidden states.
+        _require_method(config, "a pipeline_parallel_size above 1", (None, "ngram"))
         _require(
             "a pipeline_parallel_size above 1",
             ("enable_dp_attention", config.enable_dp_attention, False),
-            ("speculative_config", config.speculative_config, None),
             ("kv_eviction", config.kv_eviction, None),
             ("sparse_attention", config.sparse_attention, None),
             ("count_expert_tokens", config.count_expert_tokens, False),

@@ -37,11 +37,13 @@ from jaxserve.execution.pooling_program import make_pooling_step
 from jaxserve.execution.proposer import Observer, Proposer
 from jaxserve.execution.round import Model
 from jaxserve.execution.stage_step import (
-    SAMPLED_ROWS,
     LastStep,
     StageStep,
     make_last_step,
+    make_speculative_last_step,
+    make_speculative_stage_step,
     make_stage_step,
+    num_sampled_rows,
     stage_state_arrays,
     take_sampled,
 )
@@ -201,14 +203,17 @@ class Lowering:
         if self.arch.pooler is not None:
             return self._lower(make_pooling_step(self.model, layout), layout, self._text_shapes)
         if not self.arch.stage.is_whole:
-            make = make_last_step if self.arch.stage.is_last else make_stage_step
-            return self._lower(make(self.model, layout), layout, self._text_shapes, *self._hidden(bucket))
+            if self.arch.stage.is_last:
+                program: Any = make_last_step(self.model, layout, self.sizes.max_drafts)
+            else:
+                program = make_stage_step(self.model, layout)
+            return self._lower(program, layout, self._text_shapes, *self._hidden(bucket))
         return self._lower(make_serve_step(self.model, layout, num_rounds), layout, self._observed_shapes)
 
-    def _hidden(self, bucket: int) -> list[jax.ShapeDtypeStruct]:
+    def _hidden(self, num_tokens: int) -> list[jax.ShapeDtypeStruct]:
         """Return the shape of the hidden states that a pipeline stage takes from the previous one, if there is one."""
         dtype = jax.tree.leaves(self.param_shapes["final_norm"])[0].dtype
-        return [] if self.arch.stage.is_first else [self._operand((bucket, self.arch.hidden_size), dtype)]
+        return [] if self.arch.stage.is_first else [self._operand((num_tokens, self.arch.hidden_size), dtype)]
 
     def split(self, bucket: int) -> tuple[Lower, Lower]:
         """Return functions that trace and lower both programs for split plans with `bucket` rows."""
@@ -238,8 +243,16 @@ class Lowering:
         """Trace and lower the speculative step for up to `bucket` rows and `num_rounds` rounds."""
         assert self.proposer is not None, "a speculative step has a proposer"
         layout = BatchLayout.from_config(self.sizes, bucket, is_speculative=True)
-        step = make_speculative_step(self.model, layout, self.proposer, num_rounds)
-        return self._lower(step, layout, (self._text_shapes, self.draft_shapes))
+        shapes, stage = (self._text_shapes, self.draft_shapes), self.arch.stage
+        if stage.is_whole:
+            return self._lower(make_speculative_step(self.model, layout, self.proposer, num_rounds), layout, shapes)
+        assert num_rounds == 1, "stages run one round"
+        make = make_speculative_last_step if stage.is_last else make_speculative_stage_step
+        before = self._hidden(layout.num_rows * (self.proposer.max_nodes + 1))
+        if before:
+            sizes = (layout.num_rows, self.proposer.max_nodes), (layout.num_rows,)
+            before += [self._operand(size, jnp.int32) for size in sizes]
+        return self._lower(make(self.model, layout, self.proposer), layout, shapes, *before)
 
     @property
     def _adapted_weights(self) -> Params:
@@ -280,7 +293,7 @@ class Lowering:
         copies = self._operand((2, num_copies(self.sizes)), jnp.int32)
         copy = partial(copy_pages, axis=model.arch.token_axis)
         if not self.arch.stage.is_last:
-            sampled = self._operand((SAMPLED_ROWS, self.sizes.max_num_seqs), jnp.int32)
+            sampled = self._operand((num_sampled_rows(self.sizes.max_drafts), self.sizes.max_num_seqs), jnp.int32)
             takes = writer(take_sampled, stage_state_arrays(state), sampled)
             return {**admit, "copy_pages": writer(copy, state.kv_pages, copies), "take_sampled": takes}
         layout = CompactionLayout.from_config(self.sizes)

@@ -69,7 +69,7 @@ class Pipeline:
         before: tuple[jax.Array, ...] = ()
         unsampled = upload._replace(slot_rows=(), masks=())  # only the last stage has these tables
         for stage, sharding in zip(self.stages[:-1], self._shardings[1:], strict=True):
-            before = (jax.device_put(stage.run(plan, program, unsampled, *before), sharding),)
+            before = jax.device_put(stage.run(plan, program, unsampled, *before), sharding)
         output, sampled = self._last.run(plan, program, upload, *before)
         step = self._last.started(plan, output, compiles)
         slots = frozenset(slot for slot, max_new in zip(plan.slots, plan.max_new, strict=True) if max_new)

@@ -240,6 +240,13 @@ def remember(slots: SlotTable, rows: Rows, tokens: Tokens, sampled: Int[Array, "
     return dataclasses.replace(slots, token_history=history)
 
 
+def remember_unsampled(slots: SlotTable, rows: Rows, tokens: Tokens) -> SlotTable:
+    """Return the slot tables with a round's tokens in the history."""
+    slot = jnp.where(tokens.live, rows.slot[tokens.row], slots.token_history.shape[0])  # out of range, dropped
+    history = slots.token_history.at[slot, tokens.history].set(tokens.token_ids, **DROPPED)
+    return dataclasses.replace(slots, token_history=history)
+
+
 def advance(
     sequences: Sequences, rows: Rows, sampling: SamplingRows, slots: SlotTable, sampled: Int[Array, " R"]
 ) -> Sequences:

@@ -20,7 +20,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.adapted_specs import adapted_specs
 from jaxserve.models.params import Params
 from tests.checkpoints import STATE_TYPES, write_checkpoint
-from tests.e2e.workloads import Job, assert_bitwise, few_but_rich, generate, jobs, run, tokens
+from tests.e2e.workloads import Job, assert_bitwise, assert_same, few_but_rich, generate, jobs, run, tokens
 from tests.parameters import mainly
 from tests.random_runs import examples
 from tests.sharded.devices.sizes import MODEL, SIZES
@@ -207,6 +207,21 @@ def test_steps_take_one_copy_per_stage_and_no_wait(
     assert engine.stats.num_compiles == 0
 
 
+def test_drafts_have_the_tokens_of_one_stage_without_drafts(checkpoint: Path, start_stages: Start) -> None:
+    """Drafts of repeated tokens are often right; rows are preempted and find their pages again."""
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+    prompts = [[*tokens(3, number)] * 4 for number in range(4)]
+    workload = [Job(prompt, greedy, arrival=index) for index, prompt in enumerate(prompts)]
+    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
+    config = EngineConfig(str(checkpoint), pipeline_parallel_size=3, speculative_config=drafting, **STAGE_SIZES)
+    with closing(DrivenEngine(config)) as engine:
+        for output, wanted in zip(run(engine, workload), run(start_stages(1), workload), strict=True):
+            assert_same(output, wanted)
+        assert engine.stats.num_accepted_tokens > 9
+        assert engine.stats.num_compiles == 0
+        engine.check_integrity()
+
+
 @pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
 @pytest.mark.parametrize("family", mainly(["llama"], "gemma3", *STATE_FAMILIES))
 @pytest.mark.parametrize("tier", mainly(["disk"], "host"))
@@ -229,10 +244,11 @@ def test_stages_load_and_swap_their_pages(checkpoint: Path, tmp_path: Path, fami
             assert engine.stats.num_compiles == 0
         return [*found[0], *found[1]]
 
-    expected = outputs(1)
+    # Recurrent states depend on the chunks of a prompt, up to rounding, and these on what is cached.
+    expected, compare = outputs(1), assert_same if family in STATE_FAMILIES else assert_bitwise
     for _ in range(1 + (tier == "disk")):
         for output, wanted in zip(outputs(2, **options), expected, strict=True):
-            assert_bitwise(output, wanted)
+            compare(output, wanted)
 
 
 def test_replicas_have_stages_each(start_stages: Start) -> None:
@@ -278,7 +294,10 @@ def test_a_failed_stage_loses_no_later_request(start_stages: Start, monkeypatch:
     [
         ({"pipeline_parallel_size": 6}, "must be at most 5, the number of stages with attention into which the 5"),
         ({"pipeline_parallel_size": 5, "tensor_parallel_size": 2}, "got 2 x 5 x 1 and 8"),
-        ({"pipeline_parallel_size": 2, "speculative_config": {"method": "ngram"}}, "speculative_config must be None"),
+        (
+            {"pipeline_parallel_size": 2, "speculative_config": {"method": "medusa", "model": "heads"}},
+            "the method in speculative_config must be in .* with a pipeline_parallel_size above 1, got 'medusa'",
+        ),
         (
             {"pipeline_parallel_size": 2, "enable_lora": True, "lora_extras": ["embeddings"]},
             "lora_extras must not have 'embeddings'",
