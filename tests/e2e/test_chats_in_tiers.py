@@ -57,7 +57,7 @@ def test_chats_over_a_quarter_of_their_pages_are_computed_once(
     assert num_computed - num_new <= 0.1 * num_prompt, "prompt tokens are computed again"
     assert engine.stats.num_loaded_pages - before == num_loaded
     assert num_loaded * SIZES["page_size"] > 0.3 * num_prompt, "the pool holds the chats"
-    assert num_bytes == num_loaded * new_page_bytes(engine.replicas[0].executor.programs.lowering).size
+    assert num_bytes == num_loaded * new_page_bytes([engine.replicas[0].executor.programs.lowering]).size
     assert engine.stats.num_compiles == 0
     engine.check_integrity()
 
