@@ -24,6 +24,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 VOCAB_SIZE = 5_000  # token ids in prompts
+VLLM_BLOCK = 32  # tokens; its attention on CPUs takes multiples
 ENGINES = ("jaxserve", "jaxserve-disk", "vllm")
 
 
@@ -86,8 +87,8 @@ class VLLM:
             dtype="float32",
             max_model_len=max_len,
             max_num_seqs=args.max_num_seqs,
-            block_size=args.page_size,
-            num_gpu_blocks_override=args.num_pages + 1,  # one is never used
+            block_size=VLLM_BLOCK,
+            num_gpu_blocks_override=args.num_pages * args.page_size // VLLM_BLOCK + 1,  # one is never used
             enable_prefix_caching=True,
             enforce_eager=args.vllm_eager,
         )
