@@ -9,14 +9,12 @@ keys have the pool's dtype, bfloat16 in a pool of fp8.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.kv_forms import LatentForm, NewTokens
 from jaxserve.pallas_kernels import ragged_paged_attention as ops
-from jaxserve.pallas_kernels.op import AUTO, UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionOptions,
     ChosenTokens,
@@ -58,20 +56,9 @@ class IndexedLatents(LatentForm[IndexedPages]):
         """Elements stored per token and layer."""
         return super().token_size + self.index_dim
 
-    def select_backend(
-        self, backend: str, *, num_query_heads: int, page_size: int | None, kv_dtype: jnp.dtype, platform: str | None
-    ) -> str:
-        """Return the best backend with a canonical pool: single tokens are gathered from it."""
-        facts: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "platform": platform}
-        chosen = super().select_backend(backend, num_query_heads=num_query_heads, **facts)
-        if has_canonical_layout(chosen, self.kind, kv_dtype):
-            return chosen
-        if backend != AUTO:
-            raise UnsupportedBackendError(
-                f"attention_backend must be auto or xla for a model with an indexer, which gathers single tokens from "
-                f"the pool, got {backend!r}"
-            )
-        return super().select_backend("xla", num_query_heads=num_query_heads, **facts)
+    def _key_backend(self, backend: str) -> str:
+        """Return the backend whose layout index keys have: single ones are written, so it is the canonical layout."""
+        return backend if has_canonical_layout(backend, self._index_kind, jnp.bfloat16) else "xla"
 
     def new_pages(
         self, backend: str, *, num_layers: int, num_pages: int, page_size: int, dtype: jnp.dtype
@@ -81,7 +68,9 @@ class IndexedLatents(LatentForm[IndexedPages]):
         is_wide = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
         latents: Pages = ops.new_pages(backend, self.kind, **sizes, dtype=dtype)
         sizes["num_layers"] = num_layers if self.num_indexers is None else self.num_indexers
-        keys: Pages = ops.new_pages(backend, self._index_kind, **sizes, dtype=dtype if is_wide else jnp.bfloat16)
+        keys: Pages = ops.new_pages(
+            self._key_backend(backend), self._index_kind, **sizes, dtype=dtype if is_wide else jnp.bfloat16
+        )
         assert isinstance(keys, Array), "index keys have no scales"
         return IndexedPages(latents, keys)
 
@@ -90,7 +79,8 @@ class IndexedLatents(LatentForm[IndexedPages]):
     ) -> IndexedPages:
         """Copy latents and index keys within their rows, in all layers."""
         latents: Pages = ops.move_tokens(backend, self.kind, kv_pages.latents, page_table, *moves)
-        keys: Pages = ops.move_tokens(backend, self._index_kind, kv_pages.index_keys, page_table, *moves)
+        user, index_keys = self._key_backend(backend), kv_pages.index_keys
+        keys: Pages = ops.move_tokens(user, self._index_kind, index_keys, page_table, *moves)
         assert isinstance(keys, Array), "index keys have no scales"
         return IndexedPages(latents, keys)
 

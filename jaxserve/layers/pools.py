@@ -13,12 +13,16 @@ def read_pages(pool: Pool) -> Pages | IndexedPages:
 
 
 def to_canonical(backend: str, pool: Pool, kind: KVKind) -> Pool:
-    """Convert a pool, or a few pages, to the canonical layout; a pool with index keys has no other layout."""
+    """Convert a pool, or a few pages, to the canonical layout, which index keys have in any pool."""
     assert not isinstance(pool, BoundedPages), "pages with bounds stay on the device"
-    return pool if isinstance(pool, IndexedPages) else ops.to_canonical(backend, pool, kind)
+    if isinstance(pool, IndexedPages):
+        return pool._replace(latents=ops.to_canonical(backend, pool.latents, kind))
+    return ops.to_canonical(backend, pool, kind)
 
 
 def from_canonical(backend: str, pages: Pool) -> Pool:
     """Convert a pool, or a few pages, from the canonical layout to the layout of the backend named `backend`."""
     assert not isinstance(pages, BoundedPages), "pages with bounds stay on the device"
-    return pages if isinstance(pages, IndexedPages) else ops.from_canonical(backend, pages)
+    if isinstance(pages, IndexedPages):
+        return pages._replace(latents=ops.from_canonical(backend, pages.latents))
+    return ops.from_canonical(backend, pages)

@@ -6,50 +6,21 @@ that are converted to the canonical layout as they are gathered. A step without 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.blockwise import (
     PREFILL_BLOCK_TOKENS,
     Attention,
-    LayerPages,
     Queries,
     attend_blocks,
     fill_prefill_rows,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.canonical_pages import CanonicalPages
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions
-from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Heads
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import INT4, Pages, decode, pool_dtype, values_of
-
-
-@dataclass(frozen=True)
-class CanonicalPages(LayerPages):
-    """One layer in any layout, converted page by page.
-
-    Attributes:
-        layout: pool layout.
-    """
-
-    layout: Layout
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page."""
-        return self.layout.pool_dims(values_of(self.kv_pages).shape).page_size
-
-    def read(self, page_id: Int32[Array, "B b"]) -> tuple[Float32[Array, "B K S H"], Float32[Array, "B K S V"]]:
-        """Return the keys and values in b pages for each of B sequences, as float32, with one token axis S."""
-        assert isinstance(self.kind, Heads), "only keys and values per head can be seen from earlier tokens"
-        ids, (B, num_pages) = page_id.reshape(-1), page_id.shape
-        pages = jax.tree.map(lambda x: x.at[self.layer, ids].get(mode="clip")[None], self.kv_pages)
-        vectors = decode(self.layout.to_canonical(pages))
-        vectors = vectors.reshape(B, num_pages * self.page_size, *vectors.shape[3:])
-        return jnp.swapaxes(vectors[:, :, 0::2], 1, 2), jnp.swapaxes(vectors[:, :, 1::2], 1, 2)
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import INT4, Pages, pool_dtype
 
 
 def with_later_tokens(

@@ -29,17 +29,18 @@ from jaxserve.pallas_kernels.ragged_paged_attention.blockwise import (
     DECODE_GROUP_ROWS,
     PREFILL_BLOCK_TOKENS,
     PREFILL_TILE_QUERIES,
-    LayerPages,
     Queries,
     Softmax,
     absorb,
     fill_decode_rows,
     fill_prefill_rows,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.canonical_pages import CanonicalPages
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, HeadMatrices, MLAInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.mla import mla_attention
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, decode
+from jaxserve.pallas_kernels.ragged_paged_attention.pools import backend_named, layout_for
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, pool_dtype
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import PagesToRead
 from jaxserve.pallas_kernels.ragged_paged_attention.tiles import ceil_div
@@ -103,7 +104,7 @@ def indexed_mla_attention(
     Args:
         inputs: per-head queries, new latents, per-head matrices and rows.
         index: the indexer's outputs; None to attend to the tokens chosen `earlier`.
-        pool: pool in the canonical layout, donated.
+        pool: pool, whose index keys have the canonical layout, donated.
         layer: layer in the pool.
         options: static options, with the rank of the latents.
         top_k: maximum tokens that a query attends to.
@@ -129,7 +130,8 @@ def indexed_mla_attention(
     columns = first[:, None] + jnp.arange(rows.page_table.shape[1], dtype=jnp.int32)[None]
     written = inputs._replace(rows=rows._replace(pages_to_read=PagesToRead(columns, first)))
     out, latents = mla_attention(written, pool.latents, layer, options, backend=backend)
-    pages = LayerPages(latents, layer, Latents(options.rank or 0, inputs.latents.shape[1] - (options.rank or 0)))
+    kind = Latents(options.rank or 0, inputs.latents.shape[1] - (options.rank or 0))
+    pages = CanonicalPages(latents, layer, kind, layout_for(backend_named(backend), kind, pool_dtype(latents)))
     q, query_rows, rope = inputs.q, rows, inputs.rope
     if options.last_only:
         query_rows, last = rows.last_tokens()
@@ -190,7 +192,7 @@ class _Choice(ABC):
         top_k: maximum tokens that a query attends to.
     """
 
-    pages: LayerPages
+    pages: CanonicalPages
     top_k: int
 
     @property
@@ -342,7 +344,7 @@ def _attend_chosen(
     pages, P = choice.pages, choice.pages.page_size
     chosen, bits = choice.positions(queries)
     ids = jnp.take_along_axis(queries.page_table, chosen // P, axis=1, mode="clip")
-    latents = decode(jax.tree.map(lambda x: x.at[pages.layer, ids, chosen % P].get(mode="clip"), pages.kv_pages))
+    latents = pages.latents_at(ids, chosen % P)
     visible = chosen[:, None] <= queries.position[:, :, None]  # rows that fill up the group see nothing
     latents = jnp.where(visible[:, 0, :, None], latents, 0)
     heads_q = _absorbed(matrices, q[:, 0], scale)[:, None, :, None]  # [B, 1, Q, 1, W]

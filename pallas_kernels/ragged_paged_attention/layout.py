@@ -13,6 +13,7 @@ from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 
@@ -60,6 +61,13 @@ class Layout(ABC):
     @abstractmethod
     def from_canonical(self, kv_pages: Pages) -> Pages:
         """Convert a pool in the canonical layout, or a few pages `[L, N, ...]`, to this layout."""
+
+    def latents_at(
+        self, kv_pages: Pages, layer: int | Int32[Array, ""], page: Int32[Array, "*N"], offset: Int32[Array, "*N"]
+    ) -> Pages:
+        """Return single tokens' latents in canonical form, `[*N, W]`, given their pages and indices in these."""
+        found: Pages = jax.tree.map(lambda x: x.at[layer, page, offset].get(mode="clip"), kv_pages)
+        return found
 
     @classmethod
     def pool_dims(cls, shape: tuple[int, ...]) -> PoolDims:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from jaxserve.layers.indexed_latents import IndexedLatents
 from jaxserve.layers.kv_forms import Latents, NewTokens
 from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels import ragged_paged_attention as ops
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionOptions,
     HeadMatrices,
@@ -22,6 +23,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     apply_rope,
     top_scores,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.canonical_pages import CanonicalPages
+from jaxserve.pallas_kernels.ragged_paged_attention.pools import backend_named, layout_for
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import decode
 from tests.own_programs import UNOPTIMIZED
 
 Q, RANK, ROPE, NOPE, VALUE, HEADS, SIZE, TOP_K, P, M = 2, 8, 4, 4, 4, 3, 8, 6, 4, 8
@@ -224,6 +228,24 @@ def test_a_decoding_row_reads_its_chosen_latents_only() -> None:
     base, with_context, with_choice = accessed(256, 64), accessed(512, 64), accessed(256, 128)
     assert with_context - base < 4 * 256 * P * rank / 8, "bytes of the latents in the additional context"
     assert with_choice - base > 4 * 64 * rank, "bytes of the additional chosen latents"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("backend", ["mosaic_tpu", "xla"])
+def test_latents_are_read_from_any_layout(backend: str, dtype: str) -> None:
+    kind, rng = Latents(RANK, ROPE).kind, np.random.default_rng(1)
+    sizes: dict[str, int] = {"num_layers": 2, "num_pages": 3, "page_size": 64}
+    empty = ops.new_pages("xla", kind, **sizes, dtype=dtype)
+    stored: Any = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), empty)
+    expected = np.asarray(decode(stored))[1]
+    pool = ops.from_canonical(backend, stored)
+    layout = layout_for(backend_named(backend), kind, jnp.dtype(dtype))
+    pages = CanonicalPages(pool, jnp.int32(1), kind, layout)
+    page, offset = rng.integers(0, 3, (2, 5)), rng.integers(0, 64, (2, 5))
+    np.testing.assert_array_equal(pages.latents_at(jnp.asarray(page), jnp.asarray(offset)), expected[page, offset])
+    latents, values = pages.read(jnp.array([[2, 0], [1, 1]]))
+    np.testing.assert_array_equal(latents[:, 0], expected[[[2, 0], [1, 1]]].reshape(2, 128, -1))
+    np.testing.assert_array_equal(values, latents[..., :RANK])
 
 
 def test_working_memory_is_bounded() -> None:

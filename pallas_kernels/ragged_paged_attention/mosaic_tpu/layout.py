@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16
+from jaxtyping import Array, BFloat16, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import (
@@ -97,6 +97,16 @@ class PageMatrices(Layout):
         return QuantizedPages(
             values, scales_to_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, self.num_vectors))
         )
+
+    def latents_at(
+        self, kv_pages: Pages, layer: int | Int32[Array, ""], page: Int32[Array, "*N"], offset: Int32[Array, "*N"]
+    ) -> Pages:
+        """Return single tokens' latents in canonical form; their scales are in the first row of a slab."""
+        values = values_of(kv_pages).at[layer, page, 0, offset].get(mode="clip")[..., : self.used_columns]
+        if not isinstance(kv_pages, QuantizedPages):
+            return values
+        slab, index = offset // SCALE_TOKENS, offset % SCALE_TOKENS
+        return QuantizedPages(values, kv_pages.scales.at[layer, page, slab, 0, index].get(mode="clip"))
 
 
 def scales_from_tiles(tiles: BFloat16[Array, "L N slabs rows 128"]) -> BFloat16[Array, "L N P vectors"]:
