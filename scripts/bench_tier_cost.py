@@ -7,8 +7,8 @@ host memory, with --host-gib). Each round is a pair of short runs, in an order t
 a change of the machine's speed disturbs both alike. Prints one JSON line:
 
 - `cpu_ms_per_step` and `wall_ms_per_step`: medians of the runs of both engines, over the same number of steps;
-- `cpu_ratio` and `wall_ratio`: medians of the ratios in a round, with their quartiles, and a 95% confidence interval
-  of the median, by order statistics;
+- `cpu_ratio` and `wall_ratio`: median ratio in a round, with quartiles, and the median's 95% confidence interval,
+  by order statistics;
 - `core_us_per_page` and `io_us_per_page`: processor time that the tier takes for a page on the core's thread, on CPUs
   with most of the copy itself, and on the thread that writes pages;
 - `counted_fraction`: this time relative to the processor time without a tier, free of the noise between two runs.
@@ -38,7 +38,7 @@ from jaxserve.scheduling.kv_cache.page_store import PageStore
 from jaxserve.scheduling.kv_cache.transfers import Transfers
 from synthetic.random_model import HALF_BILLION, write_random_model
 
-# Where a tier costs time on the core's thread.
+# Methods that cost time on the core's thread with a tier.
 CORE_METHODS = {PageMover: ("start_moves", "take_ended"), PageStore: ("transferred",), Transfers: ("store",)}
 
 Run = dict[str, float]  # seconds, and steps, of an engine in a round
@@ -77,7 +77,7 @@ def _now(llm: LLM) -> Run:
 
 
 def count_core_time() -> None:
-    """Count the processor time of `CORE_METHODS`."""
+    """Count processor time in `CORE_METHODS`."""
 
     def counted(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -117,7 +117,7 @@ def compare(options: dict[str, Any], tiers: dict[str, Any], args: argparse.Names
 
 
 def summarise(rounds: Sequence[dict[str, Run]]) -> dict[str, Any]:
-    """Return the figures of rounds."""
+    """Return the rounds' figures."""
 
     def median(name: str, figure: Callable[[Run], float]) -> float:
         return statistics.median(figure(runs[name]) for runs in rounds)
@@ -134,7 +134,7 @@ def summarise(rounds: Sequence[dict[str, Run]]) -> dict[str, Any]:
             for name in ("without", "with")
         }
         ratios = sorted(runs["with"][seconds] / runs["without"][seconds] for runs in rounds)
-        half_width = math.ceil(0.98 * math.sqrt(len(ratios)))  # of the interval, in ranks
+        half_width = math.ceil(0.98 * math.sqrt(len(ratios)))  # the interval's, in ranks
         first = max(len(ratios) // 2 - half_width, 0)
         last = min((len(ratios) - 1) // 2 + half_width, len(ratios) - 1)
         result[f"{kind}_ratio"] = {

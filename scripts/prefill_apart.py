@@ -31,7 +31,7 @@ from typing import Any
 import aiohttp
 
 ROLES: dict[str, Sequence[str | None]] = {"alike": (None, None), "apart": ("kv_producer", "kv_consumer")}
-START_S = 900.0  # longest start of a server
+START_S = 900.0  # a server's longest start
 
 
 @contextmanager
@@ -67,7 +67,7 @@ class Load:
         session: HTTP client.
         url: the router's URL.
         args: options.
-        seed: seed of the prompts, which differ between turns.
+        seed: the prompts' seed, which differs between turns.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, args: argparse.Namespace, seed: int) -> None:
@@ -119,7 +119,7 @@ def percentile(values: Sequence[float], fraction: float) -> float:
 
 
 async def measure(url: str, args: argparse.Namespace, seed: int) -> dict[str, float]:
-    """Return the times of one turn."""
+    """Return one turn's times."""
     async with aiohttp.ClientSession() as session:
         until_s = time.monotonic() + START_S
         while time.monotonic() < until_s:
@@ -128,7 +128,7 @@ async def measure(url: str, args: argparse.Namespace, seed: int) -> dict[str, fl
                     if {*(await reply.json())["replicas"].values()} == {"ok"}:
                         break
             await asyncio.sleep(0.2)
-        await Load(session, url, args, -seed).run(3.0)  # warms caches of every kind
+        await Load(session, url, args, -seed).run(3.0)  # warms every cache
         load, began_s = Load(session, url, args, seed), time.monotonic()
         await load.run(args.seconds)
         lasted_s = time.monotonic() - began_s

@@ -27,9 +27,9 @@ class EnergyAccount:
     energy between two readings goes to the step that ends with the second one.
 
     Args:
-        meter: source of readings.
+        meter: energy source.
         stats: totals to update.
-        now_s: current time, on the clock of the steps.
+        now_s: current time, on the steps' clock.
     """
 
     def __init__(self, meter: Meter, stats: EngineStats, now_s: float) -> None:

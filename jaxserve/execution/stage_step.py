@@ -31,7 +31,7 @@ StageStep = Callable[..., tuple[ServeState, tuple[Array, ...]]]
 # (params, state, blob, hidden states) -> (state, (output, sampled tokens for the other stages))
 LastStep = Callable[[Params, ServeState, Array, Array], tuple[ServeState, tuple[StepOutput, Array]]]
 
-StageArrays = tuple[Array, Array, Array]  # mask of ended sequences, lengths, token history
+StageArrays = tuple[Array, Array, Array]  # ended sequences' mask, lengths, token history
 TakeSampled = Callable[[StageArrays, Array], StageArrays]
 
 _SAMPLED_ROWS = 4  # slot, index in the history, number of tokens, and whether they have ended the sequence
@@ -116,7 +116,7 @@ def make_speculative_stage_step(model: Model, layout: BatchLayout, proposer: Pro
 
 
 def make_speculative_last_step(model: Model, layout: BatchLayout, proposer: Proposer) -> Any:
-    """Return the program of the last stage for a speculative round; see `make_speculative_stage_step`."""
+    """Return the last stage's program for a speculative round; see `make_speculative_stage_step`."""
     first_round = jnp.int32(0)
 
     def last_step(
@@ -131,9 +131,9 @@ def make_speculative_last_step(model: Model, layout: BatchLayout, proposer: Prop
 
 
 def make_last_step(model: Model, layout: BatchLayout, max_drafts: int) -> LastStep:
-    """Return the program of the last stage, which samples; see `make_stage_step`.
+    """Return the last stage's program, which samples; see `make_stage_step`.
 
-    `max_drafts` is the maximum number of tokens that speculative rounds draft.
+    Speculative rounds draft up to `max_drafts` tokens.
     """
     first_round = jnp.int32(0)
 
@@ -156,12 +156,12 @@ def _sampled(
     sampled: Int[Array, "R columns"],
     max_drafts: int,
 ) -> Int[Array, "rows S"]:
-    """Return what other stages need of the sampled tokens, padded to one entry per slot.
+    """Return the sampled tokens for other stages, padded to one entry per slot.
 
     Args:
         state: state after the step.
         slot: slot per row.
-        history: number of tokens before the sampled ones.
+        history: how many tokens come before the sampled ones.
         sampled: number of sampled tokens per row, then their ids, and perhaps more.
         max_drafts: maximum number of drafted tokens, one less than a row can sample.
     """

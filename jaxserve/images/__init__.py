@@ -1,1 +1,1 @@
-"""Images of prompts: loaded, preprocessed and given tokens. Pure numpy and Pillow: no jax."""
+"""Prompt images: loaded, preprocessed and given tokens. Pure numpy and Pillow: no jax."""

@@ -57,7 +57,7 @@ class ImageCache:
 
 
 def _num_bytes(picture: Picture) -> int:
-    """Return the size of a picture's images."""
+    """Return a picture's bytes, all images together."""
     return sum(image.num_bytes for image in picture)
 
 

@@ -1,4 +1,4 @@
-"""Deadline: time limit for loading and decoding all images of a prompt."""
+"""Deadline: time limit for loading and decoding a prompt's images."""
 
 from __future__ import annotations
 

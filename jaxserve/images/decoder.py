@@ -81,7 +81,7 @@ def _within(max_s: float) -> Any:
 
 
 def _answer(content: dict[str, Any]) -> None:
-    """Write a line of JSON to stdout."""
+    """Write a JSON line to stdout."""
     sys.stdout.buffer.write(json.dumps(content).encode() + b"\n")
     sys.stdout.buffer.flush()
 

@@ -43,7 +43,7 @@ class Decoders:
         """Yield a file's image, upright and as RGB; others wait while it is in use, as it may take much memory.
 
         Args:
-            data: content of the file.
+            data: file content.
             deadline: time limit for its prompt's images.
 
         Raises:

@@ -18,7 +18,7 @@ def axis_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> tuple[NDArray
     position where it starts; the text after it continues at the largest of these.
 
     Args:
-        num_tokens: number of prompt tokens.
+        num_tokens: prompt tokens.
         spans: the prompt's images.
     """
     positions = np.empty((3, num_tokens), np.int32)

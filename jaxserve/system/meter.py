@@ -15,7 +15,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 @runtime_checkable
 class Meter(Protocol):
-    """A source of energy readings.
+    """An energy source.
 
     Attributes:
         scope: devices whose energy it measures, in words.
@@ -33,13 +33,13 @@ class RaplMeter:
     """Intel's and AMD's energy counters of processor packages, which wrap around.
 
     Args:
-        root: folder of the kernel's power capping zones.
+        root: folder with the kernel's power capping zones.
 
     Raises:
         ConfigError: there are none, or this user may not read them.
     """
 
-    max_interval_s = 60.0  # a counter of 2**32 units of 15 microjoules wraps after three minutes at 350 W
+    max_interval_s = 60.0  # 2**32 units, 15 microjoules each, wrap after three minutes at 350 W
 
     def __init__(self, root: Path = POWERCAP) -> None:
         # A package is intel-rapl:0; intel-rapl:0:0 is a part of it. AMD processors have the same names.
@@ -74,13 +74,13 @@ class NvmlMeter:
     """NVIDIA's energy counters of GPUs, since Volta.
 
     Args:
-        indices: NVML's indices of the GPUs; None for all.
+        indices: NVML's GPU indices; None for all.
 
     Raises:
         ConfigError: the package nvidia-ml-py or the driver is missing, or a GPU has no counter.
     """
 
-    max_interval_s = float("inf")  # 64-bit counters of millijoules
+    max_interval_s = float("inf")  # 64-bit counters
 
     def __init__(self, indices: Sequence[int] | None = None) -> None:
         try:
@@ -91,7 +91,7 @@ class NvmlMeter:
             wanted = range(pynvml.nvmlDeviceGetCount()) if indices is None else indices
             self._handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in wanted]
             self._start_mj = self._counters_mj()
-        except Exception as error:  # NVML has its own classes of errors
+        except Exception as error:  # NVML has its own error classes
             raise ConfigError(f"the meter nvml needs nvidia-ml-py and a GPU with an energy counter: {error}") from error
         if not self._handles:
             raise ConfigError("the meter nvml needs a GPU, and there is none")
@@ -109,8 +109,8 @@ def find_meter(name: str | None, platform: str) -> Meter | None:
     """Return the meter with this name; None if no meter is wanted, or "auto" finds none.
 
     Args:
-        name: one of METERS; None for no meter.
-        platform: jax platform of the engine's devices, whose meter "auto" looks for.
+        name: a key in METERS; None for no meter.
+        platform: the engine's jax platform, whose meter "auto" looks for.
 
     Raises:
         ConfigError: the meter named cannot be read.

@@ -2,8 +2,8 @@
 
     python scripts/study.py disaggregation --trace splitwise-conv.csv.gz --json scripts/results/disaggregation.json
 
-An 8B model on H100s. Together: all replicas behind the engine's balancer. Apart: some replicas compute only prompts and
-each first token; its pages move at `GB_PER_S`; then the other replicas decode, for whom a prompt's pages are there, so
+An 8B model on H100s. Together: all replicas share the engine's balancer. Apart: some replicas compute only prompts and
+each first token; its pages move at `GB_PER_S`; then the other replicas decode. They have a prompt's pages, so
 that its first step costs as much as a decoding row. The trace has no shared prefixes, or they are ignored.
 """
 
@@ -88,7 +88,7 @@ def _apart(
             moved_s = trace[key].prompt_len * token_bytes / (GB_PER_S * 1e9)
             heapq.heappush(arriving, (at_s + moved_s, key, at_s))
     order = [heapq.heappop(arriving) for _ in range(len(arriving))]
-    # A prompt with its first token, of which only that token is computed: no budget may delay it.
+    # A prompt with its first token. Only that token is computed: no budget may delay it.
     schedule = dataclasses.replace(sizes.schedule, max_num_batched_tokens=2**20)
     decode = Simulation(schedule, DecodeTimes(times), num_decode)
     itl_s = Distribution()

@@ -44,7 +44,7 @@ class TracedRequest(NamedTuple):
         blocks: id of each block of the prompt; prompts share a prefix if their first ids are equal. Empty if the prompt
             shares nothing.
         block_len: tokens per block.
-        tenant: tenant of the request.
+        tenant: the request's tenant.
         priority: class of the request; lower numbers go first.
     """
 
@@ -131,7 +131,7 @@ def _parsed(path: str | Path, file: io.TextIOWrapper) -> Iterator[tuple[int, Cal
     if "max_num_batched_tokens" in found:
         start = _LogReader()
         for number, line in enumerate(file, start=2):
-            if line.endswith("\n"):  # the last line of an interrupted engine may be incomplete
+            if line.endswith("\n"):  # an interrupted engine's last line may be incomplete
                 yield number, partial(_read, start.read, json.loads, line)
         return
     read = next((read for needed, read in _JSON if needed <= found.keys()), None)
@@ -219,7 +219,7 @@ def _object(line: str) -> Parsed:
 
 
 def _mooncake(found: Parsed) -> TracedRequest:
-    """Return the request of a Mooncake line."""
+    """Return a Mooncake line's request."""
     blocks = [_whole(each) for each in found["hash_ids"]]
     return TracedRequest(
         float(found["timestamp"]) / 1e3, _whole(found["input_length"]), _whole(found["output_length"]), blocks
@@ -240,7 +240,7 @@ def _plain(found: Parsed) -> TracedRequest:
 
 
 def _vidur(row: Parsed) -> TracedRequest:
-    """Return the request of a Vidur row."""
+    """Return a Vidur row's request."""
     return TracedRequest(float(row["arrived_at"]), int(row["num_prefill_tokens"]), int(row["num_decode_tokens"]))
 
 
@@ -253,7 +253,7 @@ def _azure(row: Parsed) -> TracedRequest:
 
 
 class _LogReader:
-    """Reader of an event log."""
+    """Event log reader."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[int, ...], int] = {}  # id of each block of tokens, by its tokens and the previous id
