@@ -3,9 +3,10 @@
     python scripts/study.py decentralised --json scripts/results/decentralised.json
 
 Policies: `random`; `jsq`, the shortest queue as it was at the last update, which every router sees alike; `two`, the
-shorter of two random ones as they were then; `gossip`, a router per ten replicas, which learn from each other the loads that
-another one knew when both met last: their information is log2(routers) updates older; `steal`, random choice, after which
-an idle replica takes a request from a random one; and `central`, the engine's balancer, which sees everything.
+shorter of two random ones as they were then; `gossip`, a router per ten replicas, which learn from each other the loads
+that another one knew when both met last: their information is log2(routers) updates older; `steal`, random choice,
+after which an idle replica takes a request from a random one; and `central`, the engine's balancer, which sees
+everything.
 """
 
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,8 @@
     python scripts/study.py disaggregation --trace splitwise-conv.csv.gz --json scripts/results/disaggregation.json
 
 An 8B model on H100s. Together: all replicas share the engine's balancer. Apart: some replicas compute only prompts and
-each first token; its pages move at `GB_PER_S`; then the other replicas decode. They have a prompt's pages, so
-that its first step costs as much as a decoding row. The trace has no shared prefixes, or they are ignored.
+each first token; its pages move at `GB_PER_S`; then the other replicas decode. They have a prompt's pages, so that
+its first step costs as much as a decoding row. The trace has no shared prefixes, or they are ignored.
 """
 
 import argparse
