@@ -472,7 +472,7 @@ def test_credentials_are_in_no_message(tmp_path: Path) -> None:
         KVStoreConfig("/tmp", key_file=str(short)).read_key()
     assert "secret" not in repr(config)
     with pytest.raises(ConfigError, match=r"kv_store must be None with .*127\.0\.0\.1:1/0") as refused:
-        EngineConfig(kv_store=config, sparse_attention=64)
+        EngineConfig(kv_store=config, sparse_attention={"method": "quest", "budget": 64})
     assert "secret" not in str(refused.value)
     with pytest.raises(ConfigError, match="kv_role needs kv_store"):
         EngineConfig(kv_role="kv_producer")

@@ -42,10 +42,10 @@ FAMILIES = {
         {"image_processor_type": "SiglipImageProcessor", "size": {"height": 56, "width": 70}},
         {"vision_config": VISION | {"model_type": "siglip_vision_model"}, "vision_feature_select_strategy": "full"},
     ),
-    "qwen2": ({"image_processor_type": "Qwen2VLImageProcessorFast", "min_pixels": 3136, "max_pixels": 50176}, {}),
+    "qwen2": ({"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 3136, "max_pixels": 50176}, {}),
     "qwen3": (
         {
-            "image_processor_type": "Qwen2VLImageProcessorFast",
+            "image_processor_type": "Qwen2VLImageProcessor",
             "size": {"shortest_edge": 4096, "longest_edge": 65536},
             "patch_size": 16,
             "image_mean": [0.5, 0.5, 0.5],
