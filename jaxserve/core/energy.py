@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.api.metrics import Energy
@@ -18,13 +20,16 @@ if TYPE_CHECKING:
     from jaxserve.scheduling.step_time import Rates
     from jaxserve.system.meter import Meter
 
+logger = logging.getLogger(__name__)
+
 
 class EnergyAccount:
     """Distributes all energy since the previous reading at the end of each step.
 
     A step's part is the fraction of the time that it took; the rest was idle. A row's part of a step is proportional
     to its predicted time: an equal part of the step's fixed time, and its tokens' time. Replicas share an account: the
-    energy between two readings goes to the step that ends with the second one.
+    energy between two readings goes to the step that ends with the second one. A meter that cannot be read ends no
+    requests: the next reading has the energy.
 
     Args:
         meter: energy source.
@@ -35,6 +40,7 @@ class EnergyAccount:
     def __init__(self, meter: Meter, stats: EngineStats, now_s: float) -> None:
         self.meter = meter
         self._stats, self._latest_s, self._latest_j = stats, now_s, meter.read_j()
+        self._has_failed = False  # tells whether a warning was logged
         stats.energy = Energy(0.0, 0.0)
         if meter.max_interval_s < float("inf"):  # an idle engine ends no steps
             _read_periodically(meter)
@@ -51,7 +57,13 @@ class EnergyAccount:
             wall_s: duration of the step.
             now_s: its end.
         """
-        now_j = self.meter.read_j()
+        try:
+            now_j = self.meter.read_j()
+        except Exception as error:  # NVML has its own error classes
+            if not self._has_failed:
+                logger.warning("the energy meter cannot be read, and its energy counts later or never: %s", error)
+            self._has_failed = True
+            return
         joules, seconds = now_j - self._latest_j, now_s - self._latest_s
         self._latest_s, self._latest_j = max(now_s, self._latest_s), now_j
         busy_j = joules * min(wall_s / seconds, 1.0) if seconds > 0 else joules
@@ -93,7 +105,8 @@ def _read_periodically(meter: Meter) -> None:
     def read() -> None:
         while not ended.wait(interval_s):
             if (living := found()) is not None:
-                living.read_j()
+                with suppress(Exception):  # steps log it
+                    living.read_j()
             del living
 
     threading.Thread(target=read, name="jaxserve-meter", daemon=True).start()

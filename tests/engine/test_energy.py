@@ -65,11 +65,23 @@ def fail(error: BaseException) -> None:
     raise AssertionError from error
 
 
+class UnreadableAtTimes(TenWatts):
+    """A meter of which every third reading fails."""
+
+    num_readings = 0
+
+    def read_j(self) -> float:
+        self.num_readings += 1
+        if self.num_readings % 3 == 0:
+            raise OSError("no such device")
+        return super().read_j()
+
+
 def serve(
-    arrivals: list[tuple[float, int, int]], *, cancels: bool = False
+    arrivals: list[tuple[float, int, int]], *, cancels: bool = False, new_meter: type[TenWatts] = TenWatts
 ) -> tuple[list[float], TimedExecutor, Energy]:
     """Serve requests, each with its arrival and lengths; return their joules, the device and the totals."""
-    meter, stats = TenWatts(), EngineStats()
+    meter, stats = new_meter(), EngineStats()
     executor = TimedExecutor(meter)
     account = EnergyAccount(meter, stats, 0.0)
     replica = Replica(EngineConfig("none", multi_step=1), ARCH, executor, stats, energy=account)
@@ -117,6 +129,13 @@ def test_a_request_alone_has_the_energy_of_its_steps_and_equal_ones_have_equal_e
     assert sum(both) == pytest.approx(WATTS * executor.busy_s)
     (short, long), _, _ = serve([(0.0, 2, 2), (0.0, 30, 2)])
     assert long > 2 * short
+
+
+def test_a_meter_that_cannot_be_read_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    joules, executor, energy = serve([(0.0, 12, 12), (0.0, 12, 11)], new_meter=UnreadableAtTimes)
+    assert min(joules) > 0
+    assert WATTS * executor.busy_s / 2 < energy.total_j <= WATTS * executor.meter.now_s
+    assert caplog.text.count("no such device") == 1
 
 
 def test_rapl_counters_wrap(tmp_path: Path) -> None:
