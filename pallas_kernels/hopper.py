@@ -1,4 +1,4 @@
-"""Properties of Hopper GPUs, the only GPUs whose instructions the Pallas kernels use."""
+"""Properties of Hopper GPUs, whose instructions most of the Pallas kernels for GPUs need."""
 
 from __future__ import annotations
 

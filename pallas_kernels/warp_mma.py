@@ -5,6 +5,7 @@ Hopper and the data centre's Blackwell have faster instructions too, consumer GP
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -26,10 +27,8 @@ def capability() -> tuple[int, int] | None:
     if found is None:
         local = [x for x in jax.local_devices() if device is None or x.device_kind == device.device_kind]
         found = next((getattr(x, "compute_capability", None) for x in local), None)
-    if found is None:
-        return None
-    major, minor = str(found).split(".")
-    return int(major), int(minor)
+    numbers = re.fullmatch(r"(\d+)\.(\d+)", str(found))  # AMD's GPUs have names there, such as gfx942
+    return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
 def has_tma() -> bool:

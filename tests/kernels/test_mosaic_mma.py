@@ -1,11 +1,13 @@
 """Kernels for GPUs with warp-level matrix instructions: their values and races in the interpreter of newer versions."""
 
+from types import SimpleNamespace
+
 import interpreted
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.pallas_kernels import deviceless
+from jaxserve.pallas_kernels import deviceless, warp_mma
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, Heads, Latents, select_backend
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from tests.kernels.attention_cases import GPU_CASES
@@ -68,6 +70,12 @@ def test_serves_gpus_that_have_no_better_kernel(chip):
         narrow = SERVED | {"kind": Heads(8, 32), "page_size": 8}
         is_copied_by_tma = chip.capability == "12.0"
         assert select_backend(**narrow) == ("mosaic_mma" if is_copied_by_tma else "xla")
+
+
+def test_other_makers_gpus_are_refused(monkeypatch):
+    gpu = SimpleNamespace(device_kind="AMD Instinct MI300X", compute_capability="gfx942")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    assert "does not know" in warp_mma.unsupported_reason()
 
 
 @needs_mma
