@@ -51,7 +51,7 @@ class PageMover:
         self._stages, self.media, self._stats = stages, media, stats
         self._num_slots = stages[0].schedule.max_num_seqs  # whose states come before the snapshots
         pages, states = [], []
-        self._keep_state: list[tuple[Runner, Any]] = []  # of the stages with recurrent layers
+        self._keep_state: list[tuple[Runner, Any]] = []  # has only stages with recurrent layers
         for stage in stages:
             programs, access = stage.programs.compile_page_movers(), kv_access(stage.programs.lowering.proposer)
             pages.append((stage, MovedPools("pages", access, programs, MOVED_PAGES)))

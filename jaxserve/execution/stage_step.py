@@ -94,10 +94,8 @@ def make_speculative_stage_step(model: Model, layout: BatchLayout, proposer: Pro
     def stage_step(params: BothParams, state: ServeState, blob: Array, *before: Array) -> tuple[ServeState, Before]:
         state, batch = begin(state, layout, blob)
         state = with_sent_tokens(state, batch)
-        none_sampled, given = (
-            jnp.zeros(layout.num_rows, jnp.int32),
-            (before[0], before[1], before[2]) if before else None,
-        )
+        none_sampled = jnp.zeros(layout.num_rows, jnp.int32)
+        given = (before[0], before[1], before[2]) if before else None
         state, rows, drafts, _ = draft(params, state, batch, none_sampled, model, proposer, given)
         all_rows, tokens, tree_mask = place_nodes(state, rows, drafts)
         hidden, _, state = run_model(

@@ -256,7 +256,7 @@ class StorePages:
                 is_stored = not is_new or store.write(name, seal.close(key, self._bytes_of(key).pack(page)))
         except StoreError as error:
             self._skip(error)
-        except jax.errors.JaxRuntimeError:  # of the step that should have written the page
+        except jax.errors.JaxRuntimeError:  # raised by the step that should have written the page
             is_stored = False
         except Exception:  # a defect must not end the thread, nor leave a page waiting
             logger.exception("a page could not be written to the store of KV pages")

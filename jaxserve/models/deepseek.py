@@ -129,7 +129,7 @@ _INDEX_FIELDS = {
     **dict.fromkeys(("index_topk", "index_head_dim", "index_n_heads", "q_lora_rank", "qk_rope_head_dim"), SIZE),
     "indexer_rope_interleave": SWITCH,
 }
-_INDEXER_TYPES = {"F": "full", "S": "shared"}  # by letter in `index_topk_pattern`
+_INDEXER_TYPES = {"F": "full", "S": "shared"}  # letter in `index_topk_pattern` -> type
 _SHARED_INDEX_FIELDS = {
     "index_topk_pattern": FieldType(
         'null, a string of "F" and "S", or a list of "full" and "shared"',
