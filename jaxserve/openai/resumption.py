@@ -23,6 +23,7 @@ Json = dict[str, Any]
 HEADER = b"x-jaxserve-resumable"
 FIELD = "resume"
 COMMENT = b":jaxserve "  # a comment in a stream begins with a colon
+_NEWLINE = ord("\n")
 
 _LARGEST = 2**63
 
@@ -152,25 +153,17 @@ def part_comment(num_events: int, number: int = 0, increments: Iterable[Incremen
 
 
 def split_at_comments(data: bytes) -> tuple[bytes, Sequence[bytes], bytes]:
-    """Split a part of a stream at its comments.
+    """Split a part of a stream, which begins with a line, at its comments.
 
     Returns:
         The events before the last complete comment, without comments; the comments; and the bytes after them.
     """
-    event, mark, line = data.partition(COMMENT)
-    if mark and 0 <= line.find(b"\n\n") == len(line) - 2:  # the usual case: one part
-        return event, (line[:-2],), b""
-    end = data.rfind(COMMENT)
-    stop = data.find(b"\n\n", end) if end >= 0 else -1
-    if end >= 0 and stop < 0:  # the last comment is incomplete
-        end = data.rfind(COMMENT, 0, end)
-        stop = data.find(b"\n\n", end) if end >= 0 else -1
-    if end < 0:
-        return b"", (), data
-    pieces = data[:stop].split(COMMENT)
-    events, comments = [pieces[0]], []
-    for piece in pieces[1:]:
-        comment, _, rest = piece.partition(b"\n\n")
-        comments.append(comment)
-        events.append(rest)
-    return b"".join(events), comments, data[stop + 2 :]
+    events, comments = list[bytes](), list[bytes]()
+    start, at = 0, data.find(COMMENT)
+    while at >= 0 and (end := data.find(b"\n\n", at)) >= 0:
+        if at == 0 or data[at - 1] == _NEWLINE:  # else a text has the same characters
+            events.append(data[start:at])
+            comments.append(data[at + len(COMMENT) : end])
+            start = end + 2
+        at = data.find(COMMENT, end)
+    return b"".join(events), comments, data[start:]

@@ -163,3 +163,15 @@ def test_comments_are_found_in_any_fragments(size: int) -> None:
     assert events == b"data: a\n\ndata: b\n\ndata: c\n\n"
     assert kept == b"data: [DONE]\n\n"
     assert comments == [b"[0,0,[]]", b"[1,0,[[0,[7],1,0]]]"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_texts_may_contain_what_comments_begin_with(size: int) -> None:
+    events = [b'data: {"text": ":jaxserve [0"}\n\n', b'data: {"text": ":jaxserve "}\n\n']
+    data = b"".join(event + b":jaxserve [%d,0,[]]\n\n" % index for index, event in enumerate(events))
+    kept, sent, comments = b"", b"", []
+    for start in range(0, len(data), size):
+        before, found, kept = split_at_comments(kept + data[start : start + size])
+        sent += before
+        comments += found
+    assert (sent, comments, kept) == (b"".join(events), [b"[0,0,[]]", b"[1,0,[]]"], b"")
