@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import time
 from argparse import ArgumentParser
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -162,8 +163,10 @@ class _Engine:
         self._server = new_server(self._app, config, sock, lambda _: started.set())
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [sock]}, daemon=True)
         self._thread.start()
-        if not started.wait(_STARTED_S):
-            raise RuntimeError("the server has not started")
+        until_s = time.monotonic() + _STARTED_S
+        while not started.wait(1.0):
+            if not self._thread.is_alive() or time.monotonic() > until_s:
+                raise RuntimeError("the server has not started; the log has the reason")
         self._path = path
         self._session: aiohttp.ClientSession | None = None
 

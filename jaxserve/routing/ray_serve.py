@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from ray import exceptions
 from ray.serve import exceptions as serve_exceptions
@@ -119,7 +120,8 @@ def _prompt_of(pending_request: Any) -> tuple[Prefix, int]:
     if pending_request is None or len(pending_request.args) < 2:
         return Prefix((), ()), 0
     head, body = pending_request.args[:2]
-    return prompt_prefix(body, http.header_value(head.headers, b"authorization"))
+    key = http.header_value(head.headers, b"authorization") or http.header_value(head.headers, b"x-api-key")
+    return prompt_prefix(body, key)
 
 
 class WaitPolicy:
@@ -172,12 +174,12 @@ class Front:
         if scope["type"] != "http":  # a websocket
             await send({"type": "websocket.close", "code": 1000})
             return
-        path = scope["path"]
+        path = _without_root(scope)
         try:
             timeout_s = self._config.body_timeout_s
             body = await http.read_body(receive, max_bytes=self._config.max_body_bytes, timeout_s=timeout_s)
             await _Relayed(self._serve, self._max_deaths, scope, body, send).run()
-        except http.ClientGoneError:
+        except (http.ClientGoneError, exceptions.TaskCancelledError):  # the client has gone
             pass
         except BadRequestError as error:
             headers = [(b"retry-after", b"1")] if error.status_code == 503 else []
@@ -196,11 +198,12 @@ class _Relayed:
         send: http.Send,
     ) -> None:
         self._serve, self._max_deaths, self._body, self._send = serve, max_deaths, body, send
-        self._path = scope["path"]
+        self._path = _without_root(scope)
         identity = ReplyIdentity(secrets.token_hex(16), int(time.time()), secrets.randbits(62))
         headers = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
         query = scope.get("query_string") or b""
-        path = (scope.get("raw_path") or self._path.encode()) + (b"?" + query if query else b"")
+        root = quote(scope.get("root_path", "")).encode()
+        path = (scope.get("raw_path") or scope["path"].encode()).removeprefix(root) + (b"?" + query if query else b"")
         headers += [(b"accept-encoding", b"identity"), (HEADER, identity.header())]
         self._head = Head(scope["method"], path.decode("ascii", "replace"), headers)
         self._is_begun = False
@@ -216,6 +219,8 @@ class _Relayed:
         while True:
             try:
                 return await self._attempt()
+            except exceptions.TaskCancelledError:  # by Ray, since nobody waits for the reply any more
+                raise
             except _FAULTS as fault:
                 num_deaths += 1
                 logger.warning("a replica has failed: %s", brief(str(fault).splitlines()[-1] if str(fault) else fault))
@@ -285,6 +290,12 @@ class _Relayed:
         name = "event: error\n" if self._path.startswith(MESSAGES) else ""
         event = f"{name}data: {json.dumps(error_body_at(self._path, error))}\n\n"
         await self._send({"type": "http.response.body", "body": event.encode()})
+
+
+def _without_root(scope: http.Scope) -> str:
+    """Return a request's path below the application's `route_prefix`, if it has one."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def plain_headers(headers: Mapping[str, str]) -> Headers:

@@ -22,7 +22,7 @@ pytest.importorskip("starlette", reason="Ray Serve is not installed: pip install
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray Serve's own
-    from ray.exceptions import RayActorError
+    from ray.exceptions import RayActorError, TaskCancelledError
 
     from jaxserve.cli.ray_serve import build
     from jaxserve.errors import ConfigError
@@ -54,11 +54,13 @@ class Replicas:
         for part in self.scripts.pop(0):
             if part == "dies":
                 raise RayActorError
+            if part == "cancelled":
+                raise TaskCancelledError
             yield part
 
 
-def ask(replicas: Replicas, body: bytes = b'{"prompt": "a"}', **options: Any) -> tuple[int, dict[bytes, bytes], bytes]:
-    """Return status, headers and body of a reply through the front."""
+def front(replicas: Replicas, body: bytes, root: str, **options: Any) -> list[dict[str, Any]]:
+    """Return the messages that the front sends for a request below a root."""
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -67,8 +69,15 @@ def ask(replicas: Replicas, body: bytes = b'{"prompt": "a"}', **options: Any) ->
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [(b"connection", b"close")]}
+    scope = {"type": "http", "method": "POST", "headers": [(b"connection", b"close")], "root_path": root}
+    scope |= {"path": f"{root}/v1/completions", "raw_path": f"{root}/v1/completions".encode()}
     asyncio.run(Front(replicas.serve, ServerConfig(**options), 3)(scope, receive, send))
+    return sent
+
+
+def ask(replicas: Replicas, body: bytes = b'{"prompt": "a"}', **options: Any) -> tuple[int, dict[bytes, bytes], bytes]:
+    """Return status, headers and body of a reply through the front."""
+    sent = front(replicas, body, "", **options)
     assert not sent[-1].get("more_body")
     return sent[0]["status"], dict(sent[0]["headers"]), b"".join(each.get("body", b"") for each in sent[1:])
 
@@ -98,6 +107,18 @@ def test_a_reply_is_whole_or_an_error_with_a_type() -> None:
     assert data.startswith(b"data: one\n\ndata: ")
     assert json.loads(data[17:])["error"]["code"] == "server_died"
     assert ask(Replicas(), b"x" * 100, max_body_bytes=99)[0] == 413
+
+
+def test_servers_get_paths_without_the_prefix_of_the_application() -> None:
+    replicas = Replicas([(200, []), b"{}"])
+    assert front(replicas, b"{}", "/models/a")[0]["status"] == 200
+    assert replicas.calls[0][0].path == "/v1/completions"
+
+
+def test_a_cancelled_request_is_not_sent_to_another_replica() -> None:
+    replicas = Replicas([(200, EVENTS), b"data: one\n\n", "cancelled"], [(200, EVENTS)])
+    assert [each.get("body") for each in front(replicas, b"{}", "")] == [None, b"data: one\n\n"]
+    assert len(replicas.calls) == 1
 
 
 def pending(prompt: str, name: str = "") -> Any:
