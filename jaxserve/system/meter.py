@@ -42,10 +42,11 @@ class RaplMeter:
     max_interval_s = 60.0  # 2**32 units, 15 microjoules each, wrap after three minutes at 350 W
 
     def __init__(self, root: Path = POWERCAP) -> None:
-        # A package is intel-rapl:0; intel-rapl:0:0 is a part of it. AMD processors have the same names.
-        self._zones = sorted(path for path in root.glob("intel-rapl:*") if path.name.count(":") == 1)
+        # A package is intel-rapl:0; intel-rapl:0:0 is a part of it, and a zone named psys is the whole machine, with
+        # the packages. AMD processors have the same names.
+        self._zones = sorted(path for path in root.glob("intel-rapl:*") if _is_package(path))
         if not self._zones:
-            raise ConfigError(f"the meter rapl needs zones intel-rapl:* in {root}, and there are none")
+            raise ConfigError(f"the meter rapl needs zones intel-rapl:* of packages in {root}, and there are none")
         try:
             self._ranges_uj = [int((zone / "max_energy_range_uj").read_text()) for zone in self._zones]
             self._latest_uj = [self._counter_uj(zone) for zone in self._zones]
@@ -68,6 +69,14 @@ class RaplMeter:
     @staticmethod
     def _counter_uj(zone: Path) -> int:
         return int((zone / "energy_uj").read_text())
+
+
+def _is_package(zone: Path) -> bool:
+    """Return whether a power capping zone is a processor package."""
+    try:
+        return zone.name.count(":") == 1 and (zone / "name").read_text().startswith("package")
+    except OSError:
+        return False
 
 
 class NvmlMeter:

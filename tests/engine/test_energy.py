@@ -32,9 +32,12 @@ class TenWatts:
     scope, max_interval_s = "a fake", float("inf")
 
     def __init__(self) -> None:
-        self.now_s = 0.0
+        self.now_s, self.num_reads, self.fails_every = 0.0, 0, 0
 
     def read_j(self) -> float:
+        self.num_reads += 1
+        if self.fails_every and self.num_reads % self.fails_every == 0:
+            raise OSError("no answer")
         return WATTS * self.now_s
 
 
@@ -84,6 +87,7 @@ def serve(
     meter, stats = new_meter(), EngineStats()
     executor = TimedExecutor(meter)
     account = EnergyAccount(meter, stats, 0.0)
+    meter.fails_every = fails_every
     replica = Replica(EngineConfig("none", multi_step=1), ARCH, executor, stats, energy=account)
     core = EngineCore([replica], step_ahead=True, on_failure=fail)
     requests: list[Request] = []
@@ -120,6 +124,12 @@ def test_all_joules_go_to_requests_or_idle_time() -> None:
             assert min(joules) > 0
 
 
+def test_a_reading_that_fails_ends_no_request() -> None:
+    (joules,), executor, energy = serve([(0.0, 20, 6)], fails_every=3)
+    assert energy.total_j == pytest.approx(WATTS * executor.meter.now_s)
+    assert 0 < joules < WATTS * executor.busy_s
+
+
 def test_a_request_alone_has_the_energy_of_its_steps_and_equal_ones_have_equal_energy() -> None:
     alone, executor, energy = serve([(5.0, 20, 6)])
     assert alone == [pytest.approx(WATTS * executor.busy_s)]
@@ -139,15 +149,18 @@ def test_a_meter_that_cannot_be_read_ends_no_request(caplog: pytest.LogCaptureFi
 
 
 def test_rapl_counters_wrap(tmp_path: Path) -> None:
-    zones = [tmp_path / "intel-rapl:0", tmp_path / "intel-rapl:1", tmp_path / "intel-rapl:0:0"]
-    for zone in zones:
+    names = {"0": "package-0", "1": "package-1", "0:0": "core", "2": "psys"}
+    zones = [tmp_path / f"intel-rapl:{number}" for number in names]
+    for zone, name in zip(zones, names.values(), strict=True):
         zone.mkdir()
+        (zone / "name").write_text(f"{name}\n")
         (zone / "max_energy_range_uj").write_text("1000000\n")
         (zone / "energy_uj").write_text("900000\n")
     meter = RaplMeter(tmp_path)
     (zones[0] / "energy_uj").write_text("100000\n")  # wrapped
     (zones[1] / "energy_uj").write_text("950000\n")
     (zones[2] / "energy_uj").write_text("999999\n")  # a part of the first
+    (zones[3] / "energy_uj").write_text("999999\n")  # the whole machine
     assert meter.read_j() == pytest.approx(0.25)
     (zones[0] / "energy_uj").write_text("50000\n")  # wrapped again
     assert meter.read_j() == pytest.approx(1.2)
