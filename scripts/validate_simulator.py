@@ -59,7 +59,7 @@ def chat(draw: Random, rate: float, count: int) -> list[TracedRequest]:
 
 
 def shared(draw: Random, rate: float, count: int) -> list[TracedRequest]:
-    """Return longer prompts of which eight tenths begin with one of three prefixes."""
+    """Return longer prompts of which three quarters begin with one of three prefixes."""
     now_s, trace = 0.0, []
     for index in range(count):
         now_s += draw.expovariate(rate)

@@ -115,7 +115,7 @@ class Request:
     constraint: Constraint | None = None  # allowed next tokens, for a request that waits for tokens
     key: int = 0  # unique number given by the frontend
     arrival: Given[int] = 0  # position in arrival order
-    arrival_s: Given[float] = 0.0  # arrival time, if classes have targets
+    arrival_s: Given[float] = 0.0  # arrival time; 0 if it is unknown
     priority: Given[int] = 0  # class: lower numbers go first
     tenant: Given[str] = ""  # tenants get equal parts of a class's service, and of the cache
     image_rows: dict[int, NDArray[np.int32]] = field(default_factory=dict)  # image in use -> its embeddings' rows

@@ -1,5 +1,6 @@
 """An engine's recorded run: its log replays to the same plans, and is a trace for the simulator."""
 
+import gzip
 import json
 from contextlib import closing
 from pathlib import Path
@@ -40,6 +41,18 @@ def test_an_engines_log_replays_to_the_same_plans_and_is_a_trace(tmp_path: Path)
     assert (totals.num_ended, totals.num_output_tokens) == (9, sum(8 + index for index in range(9)))
     assert cached > 0
     assert totals.num_cached_tokens > 0
+
+
+def test_sizes_are_read_from_compressed_logs_too(tmp_path: Path) -> None:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 128, "page_size": 8}
+    line = json.dumps(sizes | {"num_pages": 40}).encode() + b"\n"
+    for content in (line, gzip.compress(line)):
+        (tmp_path / "log").write_bytes(content)
+        assert read_log_sizes(str(tmp_path / "log")) == sizes
+    for content in (b"{}\n", gzip.compress(line)[:12]):
+        (tmp_path / "log").write_bytes(content)
+        with pytest.raises(ConfigError, match="must be an engine's event log"):
+            read_log_sizes(str(tmp_path / "log"))
 
 
 def test_times_by_program_are_read_and_count_attention(tmp_path: Path) -> None:

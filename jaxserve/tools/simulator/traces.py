@@ -19,6 +19,7 @@ import gzip
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from operator import attrgetter
@@ -103,13 +104,20 @@ def _check(request: TracedRequest, latest_s: float) -> None:
 def _lines(path: str | Path) -> Iterator[tuple[int, Callable[[], TracedRequest | None]]]:
     """Yield each line's number and a function that reads it; ConfigError if the file is unreadable or unknown."""
     try:
-        with open(path, "rb") as raw:
-            is_compressed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if is_compressed else raw, encoding="utf-8") as file:
-                yield from _parsed(path, file)
+        with _opened(path) as file:
+            yield from _parsed(path, file)
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise ConfigError(f"the trace {path} cannot be read: {error}") from error
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[io.TextIOWrapper]:
+    """Open a file, compressed by gzip or not."""
+    with open(path, "rb") as raw:
+        is_compressed = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        with io.TextIOWrapper(gzip.GzipFile(fileobj=raw) if is_compressed else raw, encoding="utf-8") as file:
+            yield file
 
 
 def _parsed(path: str | Path, file: io.TextIOWrapper) -> Iterator[tuple[int, Callable[[], TracedRequest | None]]]:
@@ -313,8 +321,8 @@ def read_log_sizes(path: str) -> dict[str, int]:
         ConfigError: the file is not an event log.
     """
     try:
-        with open(path, encoding="utf-8") as file:
+        with _opened(path) as file:
             found = json.loads(file.readline())
         return {name: _whole(found[name]) for name in _LOGGED_SIZES}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} must be an engine's event log: {error!r}") from error
