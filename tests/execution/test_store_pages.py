@@ -18,7 +18,7 @@ from jaxserve.scheduling.kv_cache.shared_store import DirectoryStore, Seal
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey
 
 KEYS = [PageKey(0, bytes([index]) * 16) for index in range(8)]
-TIMEOUT_S = 0.3
+TIMEOUT_S = 1.0  # a busy machine may pause a thread for long
 
 
 def opened(path: Path, *, writes: bool = True) -> tuple[StorePages, EngineStats]:
@@ -77,7 +77,7 @@ def test_waiting_pages_are_written_or_counted(monkeypatch: pytest.MonkeyPatch, h
     ends, write = threading.Event(), DirectoryStore.write
 
     def slow(self: DirectoryStore, name: str, value: bytes) -> bool:
-        return ends.wait(20 if hangs else TIMEOUT_S / 6) or write(self, name, value)
+        return ends.wait(20 if hangs else TIMEOUT_S / 7) or write(self, name, value)
 
     monkeypatch.setattr(DirectoryStore, "write", slow)
     store, stats = opened(tmp_path)
