@@ -219,7 +219,7 @@ class _Relayed:
         while True:
             try:
                 return await self._attempt()
-            except exceptions.TaskCancelledError:  # by Ray, since nobody waits for the reply any more
+            except exceptions.TaskCancelledError:  # Ray does so when nobody waits for the reply
                 raise
             except _FAULTS as fault:
                 num_deaths += 1
