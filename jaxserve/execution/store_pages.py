@@ -191,8 +191,8 @@ class StorePages:
             self._to_read.put(None)
         writer, *readers = self._threads
         end_s, num_left = time.monotonic() + CLOSE_S, self._num_unwritten
-        while writer.is_alive() and time.monotonic() < end_s:
-            writer.join(self._config.timeout_s)
+        while writer.is_alive() and (rest_s := end_s - time.monotonic()) > 0:
+            writer.join(min(self._config.timeout_s, rest_s))
             if self._num_unwritten == num_left:
                 break
             num_left = self._num_unwritten
