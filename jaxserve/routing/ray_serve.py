@@ -91,7 +91,8 @@ class PrefixRouter(RequestRouter):
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
         """Count a request no more; Ray calls this."""
         replica_id, load = self._given.pop(internal_request_id, (replica_id, 0))
-        self._loads[replica_id] = max(self._loads.get(replica_id, 0) - load, 0)
+        if replica_id in self._loads:  # else the replica has gone
+            self._loads[replica_id] = max(self._loads[replica_id] - load, 0)
 
     def _update(self, replicas: Iterable[Any]) -> None:
         """Set the loads of replicas, and close all others."""
