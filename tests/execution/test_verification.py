@@ -54,8 +54,8 @@ def test_verification_reads_the_weights_once() -> None:
     def verify(params, state, drafts):
         ones = jnp.ones(R, jnp.int32)
         rows = Rows.packed(jnp.arange(R), state.sequences.lengths(jnp.arange(R)), ones, ones > 0)
-        logits, _, kv_pages = _verify(params, state, rows, drafts, jnp.int32(R), model)
-        return replace(state, kv_pages=kv_pages), logits
+        logits, _, state = _verify(params, state, rows, drafts, jnp.int32(R), model, None)
+        return state, logits
 
     drafts = jax.eval_shape(lambda: Drafts(jnp.zeros((R, K), jnp.int32), jnp.zeros(R, jnp.int32), None))
     blob = jax.ShapeDtypeStruct((layout.blob.size,), jnp.int32)
