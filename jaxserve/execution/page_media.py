@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 
@@ -26,6 +26,7 @@ from jaxserve.scheduling.kv_cache.stored_pages import PageKey, StoredPages
 logger = logging.getLogger(__name__)
 
 OpenArchive = Callable[[], PageArchive]
+T = TypeVar("T")
 
 MAX_UNWRITTEN_PAGES = 1024  # pages that wait for the file; with more, pages are not stored
 NEW_FRACTION = 1 / 16  # weight of the last read in the mean time to read a page
@@ -172,7 +173,7 @@ class DiskPages:
         if len(self._unwritten) >= MAX_UNWRITTEN_PAGES:
             return False
         self._unwritten[key] = page
-        self._submit(self._changes, lambda: done(self._write(key, page)))
+        self._submit(self._changes, lambda: _end(done, lambda: self._write(key, page), False))
         return True
 
     def get(self, key: PageKey, done: Callable[[Page | None], None]) -> None:
@@ -180,7 +181,7 @@ class DiskPages:
         if (page := self._unwritten.get(key)) is not None:
             done(page if is_whole(page) else None)
         else:
-            self._submit(self._reads, lambda: done(self._read(key)))
+            self._submit(self._reads, lambda: _end(done, lambda: self._read(key), None))
 
     def page_s(self) -> float:
         """Return the mean time to read a page; without new reads it decays, so that a slow disk is tried again."""
@@ -256,8 +257,9 @@ class DiskPages:
             is_stored = self._sliced.write(key, *self._bytes_of(key).parts(page))
         except jax.errors.JaxRuntimeError:  # raised by the step that should have written the page
             is_stored = False
-        if self._unwritten.get(key) is page:
-            del self._unwritten[key]
+        finally:
+            if self._unwritten.get(key) is page:
+                del self._unwritten[key]
         with counting:
             self._stats.num_stored_pages += is_stored
         return is_stored
@@ -292,6 +294,15 @@ class DiskPages:
     def _bytes_of(self, key: PageKey) -> PageBytes:
         """Return the conversion of a page or state snapshot."""
         return self._page_bytes if key.group != STATES or self._state_bytes is None else self._state_bytes
+
+
+def _end(done: Callable[[T], None], work: Callable[[], T], failed: T) -> None:
+    """Do work and pass its result to `done`; `failed` after an exception: nobody may wait forever."""
+    result = failed
+    try:
+        result = work()
+    finally:
+        done(result)
 
 
 def is_whole(page: Page) -> bool:
