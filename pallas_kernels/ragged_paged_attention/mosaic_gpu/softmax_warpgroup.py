@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
@@ -98,6 +99,21 @@ class SoftmaxWarpgroup(Warpgroup):
             state: state after the previous blocks.
             masked: True if some of the tile's tokens do not see all keys in the block.
         """
+
+    @abstractmethod
+    def _store(self, item: WorkItem, state: Softmax) -> None:
+        """Write the outputs of a complete work item's own tokens to global memory."""
+
+    def _write(self, item: WorkItem, state: Softmax) -> None:
+        """Write a complete work item to the output, a split to the buffers that the merging kernel reads."""
+
+        @pl.when(item.is_first & item.is_last)
+        def finish() -> None:
+            self._store(item, state)
+
+        @pl.when(~(item.is_first & item.is_last))
+        def leave() -> None:
+            self._leave_to_merge(item, state)
 
     def _leave_to_merge(self, item: WorkItem, state: Softmax) -> None:
         """Write the state of a split to the buffers that the merging kernel reads."""

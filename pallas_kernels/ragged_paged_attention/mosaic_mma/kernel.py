@@ -100,15 +100,7 @@ class MmaWarpgroup(SoftmaxWarpgroup):
             if self.config.has_tma:
                 plgpu.barrier_wait(self.shared.q_ready.at[0])
             state = self._attend_item(item, block_count)
-
-            @pl.when(item.is_first & item.is_last)
-            def finish() -> None:
-                self._store(item, state)
-
-            @pl.when(~(item.is_first & item.is_last))
-            def leave_to_merge() -> None:
-                self._leave_to_merge(item, state)
-
+            self._write(item, state)
             return block_count + item.end - item.begin
 
         lax.fori_loop(*self.items, compute_item, i32(0))
