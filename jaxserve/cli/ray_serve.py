@@ -1,6 +1,6 @@
 """Application for Ray Serve: `serve run jaxserve.cli.ray_serve:build model=DIR max-replicas=4`.
 
-Arguments are the flags of `jaxserve serve` without dashes before them, and those of `RayServeConfig`.
+Arguments are flags as `jaxserve serve` has them, without dashes before them, and `RayServeConfig`'s fields.
 """
 
 from __future__ import annotations

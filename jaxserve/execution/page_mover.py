@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class PageMover:
-    """Copies pages between the pools of an executor and the media of lower tiers. One thread at a time uses it.
+    """Copies pages between an executor's pools and the lower tiers' media. One thread at a time uses it.
 
     Args:
         stages: owners of the pools, one runner per pipeline stage.

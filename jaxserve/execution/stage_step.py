@@ -38,7 +38,7 @@ _SAMPLED_ROWS = 4  # slot, index in the history, number of tokens, and whether t
 
 
 def num_sampled_rows(max_drafts: int) -> int:
-    """Return the number of rows of the array for `take_sampled`, with the ids of as many tokens as a row can sample."""
+    """Count the rows in the array for `take_sampled`, with ids for as many tokens as a row can sample."""
     return _SAMPLED_ROWS + 1 + max_drafts
 
 

@@ -137,7 +137,7 @@ class DirectoryStore:
     def _clock_difference_s(self) -> float:
         """Return how far the file system's clock is ahead of this machine's, if files can be written.
 
-        Files of a network have the times of their server, whose clock may differ.
+        A file server stamps files by its own clock, which may differ.
         """
         probe = self._own / "00" / f".{secrets.token_hex(8)}.tmp"
         try:

@@ -204,7 +204,7 @@ def _first(found: Parsed, *names: str) -> Any:
 
 
 def _workload(found: Parsed) -> Iterator[TracedRequest]:
-    """Yield the requests of a workload of `jaxserve bench`."""
+    """Yield a `jaxserve bench` workload's requests."""
     for each in found["requests"]:
         arrival_s = float(each.get("arrival_s", 0.0))
         yield TracedRequest(arrival_s, _whole(each["prompt_len"]), _whole(each["output_len"]))
