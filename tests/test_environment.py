@@ -1,9 +1,15 @@
 """The process's environment is read and set only in system/environment.py."""
 
 import ast
+import os
+import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 from jaxserve import pallas_kernels, system, weights
+from jaxserve.system.environment import ray_address
 
 PACKAGES = [Path(system.__file__).parents[1], Path(pallas_kernels.__file__).parent, Path(weights.__file__).parent]
 NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
@@ -26,3 +32,13 @@ def test_no_other_file_touches_the_environment() -> None:
     found = {path.name for path in files if uses_of_environment(path.read_text())}
     builds = "build.py"  # runs in setuptools' environment, which has no jaxserve
     assert found == {"environment.py", builds}
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_the_mode_of_ray_is_set_before_ray_reads_it_or_never(imported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.environ", {})
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    if imported:
+        monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    assert ray_address() == "local"
+    assert ("RAY_AUTH_MODE" in os.environ) is not imported

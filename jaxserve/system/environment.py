@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,5 +125,6 @@ def ray_address() -> str:
         os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts of half a minute each; the default is 20
         return address
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # restricts Ray to loopback, on Linux too
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, but Ray warns unless it is set
+    if "ray" not in sys.modules:  # else Ray's servers would read the mode, but this process would not any more
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, but Ray warns unless it is set
     return "local"
