@@ -6,16 +6,18 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
 import jax
 
 from jaxserve.api.config import EngineConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, install_extra
 from jaxserve.tools.planner.sizes import Sizes
 from jaxserve.tools.planner.sweep import read_prices
 from jaxserve.tools.planner.targets import parse_target
+from jaxserve.tools.simulator.page import read_report, write_page
 from jaxserve.tools.simulator.policy import load_policy
 from jaxserve.tools.simulator.roofline_times import RooflineTimes
 from jaxserve.tools.simulator.simulation import Limits, Simulation
@@ -38,6 +40,11 @@ def run_simulate(args: argparse.Namespace, engine_options: Mapping[str, Any]) ->
         raise ConfigError(f"efficiency must be in (0, 1], got {args.efficiency}")
     if not 0 < args.speed < math.inf:
         raise ConfigError(f"speed must be positive, got {args.speed}")
+    if args.page is not None and find_spec("matplotlib") is None:
+        raise ConfigError(f"--page needs matplotlib; {install_extra('bench')}")
+    if args.beside is not None and args.page is None:
+        raise ConfigError("--beside shows a run on a page; give the page's file by --page")
+    beside = None if args.beside is None else read_report(args.beside)
     target = parse_target(args.target)
     prices = {} if args.prices is None else read_prices(args.prices)
     chooser = None if args.policy is None else load_policy(args.policy)
@@ -67,7 +74,10 @@ def run_simulate(args: argparse.Namespace, engine_options: Mapping[str, Any]) ->
         carbon_intensity=config.carbon_intensity,
     )
     about = {"model": sizes.name, "target": target.name, "replicas": args.replicas, "trace": args.trace}
-    print(json.dumps(about | report, indent=2) if args.json else render(report))
+    report = about | report
+    if args.page is not None:
+        write_page(args.page, [report] if beside is None else [beside, report])
+    print(json.dumps(report, indent=2) if args.json else render(report))
     return 0
 
 

@@ -54,4 +54,8 @@ def add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prices", metavar="FILE", help=text)
     text = "chooser of step limits: a class in a Python module; refused if the module imports jax"
     parser.add_argument("--policy", metavar="MODULE:NAME", help=text)
+    text = "write a page with the figures over time, by tenant and by class (needs the extra bench)"
+    parser.add_argument("--page", metavar="FILE", help=text)
+    text = "show an earlier run beside this one on the page: a file that --json printed"
+    parser.add_argument("--beside", metavar="FILE", help=text)
     parser.add_argument("--json", action="store_true", help="print all figures as JSON instead of text")

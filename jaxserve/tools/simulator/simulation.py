@@ -119,7 +119,8 @@ class Simulation:
         arrivals = iter(trace)
         arriving = next(arrivals, None)
         if arriving is not None:
-            self.now_s = self.totals.first_s = arriving.arrival_s
+            self.now_s = arriving.arrival_s
+            self.totals.start(self.now_s)
         while arriving is not None or self._ends:
             if arriving is not None and (not self._ends or arriving.arrival_s <= self._ends[0][0]):
                 self._advance(arriving.arrival_s)
@@ -137,8 +138,7 @@ class Simulation:
                 self._read(index)
                 self._continue(index)
         assert not self._progress, "all requests end"
-        self.totals.last_s = self.now_s
-        self.totals.busy_s = sum(replica.busy_s for replica in self.replicas)
+        self.totals.close(self.now_s)
         return self.totals
 
     @property
@@ -148,7 +148,7 @@ class Simulation:
 
     def _advance(self, to_s: int | float) -> None:
         """Advance the virtual time."""
-        self.totals.passed(to_s - self.now_s)
+        self.totals.passed(self.now_s, to_s)
         self.now_s = to_s
 
     def _arrive(self, traced: TracedRequest) -> None:
@@ -156,15 +156,16 @@ class Simulation:
         number = self._arrival
         self._arrival += 1
         request = self._request(number, traced)
-        self.totals.num_requests += 1
+        self.totals.arrived(traced.tenant, traced.priority)
         try:
             self.replicas[0].scheduler.check_fits(request)
         except RequestError:
             self.totals.num_too_long += 1
             return
         if self._is_full():
-            self.totals.num_refused += 1
+            self.totals.refused(traced.tenant, traced.priority)
             return
+        self.totals.queued()
         self._progress[request.request_id] = _Progress(traced.arrival_s)
         self._balancer.add([request])
 
@@ -231,7 +232,9 @@ class Simulation:
         for request in ended:
             self._balancer.finish(request)
             progress = self._progress.pop(request.request_id)
-            self.totals.ended(request, progress.latest_s - progress.arrival_s)
+            self.totals.ended_request(
+                request, progress.latest_s - progress.arrival_s, request.num_tokens - request.num_prompt_tokens
+            )
             if self._on_end is not None:
                 self._on_end(request.key, progress.first_s, progress.latest_s)
 
@@ -244,7 +247,8 @@ class Simulation:
         """
         totals, ends_s, progress_by_id = self.totals, dispatch.ends_s, self._progress
         first_s, num_later = ends_s[0], [0] * len(ends_s)
-        totals.num_steps += len(ends_s)
+        totals.ran(dispatch.starts_s, ends_s)
+        now = totals.timeline.now
         for request, token_ids in zip(dispatch.plan.requests, sampled, strict=True):
             num_tokens = len(token_ids)
             if not num_tokens:
@@ -252,14 +256,14 @@ class Simulation:
             progress = progress_by_id[request.request_id]
             if progress.latest_s < 0:
                 progress.first_s = first_s
-                totals.ttft_s.add(first_s - progress.arrival_s)
+                totals.began(request, first_s - progress.arrival_s)
             else:
-                totals.itl_s.add(first_s - progress.latest_s)
+                now.itl_s.add(first_s - progress.latest_s)
             progress.latest_s = ends_s[num_tokens - 1]
             num_later[num_tokens - 1] += 1
-            totals.num_output_tokens += num_tokens
+            now.num_output_tokens += num_tokens
         num_rows = 0
         for step in range(len(ends_s) - 1, 0, -1):
             num_rows += num_later[step]
             if num_rows:
-                totals.itl_s.add(ends_s[step] - ends_s[step - 1], num_rows)
+                now.itl_s.add(ends_s[step] - ends_s[step - 1], num_rows)

@@ -2,66 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.api.metrics import co2_g
-from jaxserve.tools.simulator.distribution import Distribution
+from jaxserve.tools.simulator.timeline import Figures, Timeline, milliseconds, ratio
 
 if TYPE_CHECKING:
     from jaxserve.scheduling.request import Request
     from jaxserve.scheduling.step_plan import StepPlan
 
-_PERCENTS = (50, 90, 99)
+_MAX_GROUPS = 100  # tenants and classes that have figures of their own
 
 
-class Totals:
-    """A simulation's figures.
+class Totals(Figures):
+    """A simulation's figures. Those of `Figures` are complete when the run has ended.
 
     Args:
         num_pages: pages in all pools.
 
     Attributes:
-        ttft_s: times from arrival to first token.
-        itl_s: times between a request's consecutive tokens.
-        latency_s: times from arrival to last token.
-        num_requests: requests in the trace.
-        num_refused: requests refused because the queue was full.
+        timeline: figures by window.
+        groups: figures by tenant and class; later groups are counted as the last one, ("others", 0).
         num_too_long: requests longer than max_model_len or the pool.
-        num_ended: requests that ended.
-        num_prompt_tokens: prompt tokens in requests that ended.
-        num_output_tokens: sampled tokens.
-        num_cached_tokens: prompt tokens found in the prefix cache.
         num_preemptions: preempted rows.
         num_dispatches: plans.
         num_steps: steps that ran.
         max_pages_used: maximum pages in use.
         first_s: first arrival time.
         last_s: last end time.
-        busy_s: device time in which a step ran, summed over replicas.
     """
 
     def __init__(self, num_pages: int) -> None:
-        self.ttft_s, self.itl_s, self.latency_s = Distribution(), Distribution(), Distribution()
-        self.num_requests = self.num_refused = self.num_too_long = self.num_ended = 0
-        self.num_prompt_tokens = self.num_output_tokens = self.num_cached_tokens = 0
-        self.num_preemptions = self.num_dispatches = self.num_steps = self.max_pages_used = 0
-        self.first_s = self.last_s = self.busy_s = 0.0
+        super().__init__()
+        self.timeline = Timeline()
+        self.groups: dict[tuple[str, int], Figures] = {}
+        self.num_too_long = self.num_preemptions = self.num_dispatches = self.num_steps = self.max_pages_used = 0
+        self.first_s = self.last_s = 0.0
         self._num_pages = num_pages
-        self._page_s = 0.0  # pages in use times seconds
         self._used: dict[int, int] = {}  # pages in use by replica
-        self._num_used = 0
+        self._num_used = self._num_waiting = self._num_decoding = 0
+
+    def start(self, now_s: int | float) -> None:
+        """Begin at the first arrival."""
+        self.first_s = now_s
+        self.timeline = Timeline(now_s)
+
+    def close(self, now_s: float) -> None:
+        """Complete the figures at the last end."""
+        self.last_s = now_s
+        for window in self.timeline.windows:
+            self.merge(window)
+
+    def group(self, tenant: str, priority: int) -> Figures:
+        """Return the figures of a tenant's class."""
+        key = tenant, priority
+        if key not in self.groups and len(self.groups) >= _MAX_GROUPS:
+            key = "others", 0
+        return self.groups.setdefault(key, Figures())
+
+    def arrived(self, tenant: str, priority: int) -> None:
+        """Count a request of the trace."""
+        self.timeline.now.num_requests += 1
+        self.group(tenant, priority).num_requests += 1
+
+    def refused(self, tenant: str, priority: int) -> None:
+        """Count a request that found the queue full."""
+        self.timeline.now.num_refused += 1
+        self.group(tenant, priority).num_refused += 1
+
+    def queued(self) -> None:
+        """Count a request that waits from now on."""
+        self._num_waiting += 1
 
     def planned(self, plan: StepPlan) -> None:
         """Count a plan."""
         self.num_dispatches += 1
         self.num_preemptions += len(plan.preempted)
 
-    def ended(self, request: Request, latency_s: float) -> None:
-        """Count a request that has ended, and its latency in seconds."""
-        self.num_ended += 1
-        self.num_prompt_tokens += request.num_prompt_tokens
-        self.num_cached_tokens += request.num_cached_tokens
-        self.latency_s.add(latency_s)
+    def ran(self, starts_s: float, ends_s: Sequence[float]) -> None:
+        """Count a dispatch's steps."""
+        self.num_steps += len(ends_s)
+        self.timeline.busy(starts_s, ends_s[-1])
+
+    def began(self, request: Request, ttft_s: float) -> None:
+        """Count a request's first token, and the time to it in seconds."""
+        self._num_waiting -= 1
+        self._num_decoding += 1
+        self.timeline.now.ttft_s.add(ttft_s)
+        self.group(request.tenant, request.priority).ttft_s.add(ttft_s)
+
+    def ended_request(self, request: Request, latency_s: float, num_output_tokens: int) -> None:
+        """Count a request that has ended, its latency in seconds and its tokens."""
+        self._num_decoding -= 1
+        self.timeline.now.ended(request, latency_s)
+        group = self.group(request.tenant, request.priority)
+        group.ended(request, latency_s)
+        group.num_output_tokens += num_output_tokens
 
     def pages_used(self, replica: int, num_pages: int) -> None:
         """Note a replica's pages in use, from now on."""
@@ -69,9 +106,9 @@ class Totals:
         self._used[replica] = num_pages
         self.max_pages_used = max(self.max_pages_used, self._num_used)
 
-    def passed(self, seconds: float) -> None:
+    def passed(self, from_s: float, to_s: float) -> None:
         """Note that time has passed since the last change."""
-        self._page_s += self._num_used * seconds
+        self.timeline.passed(from_s, to_s, self._num_waiting, self._num_decoding, self._num_used)
 
     def report(
         self,
@@ -100,22 +137,39 @@ class Totals:
             "duration_s": duration_s,
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_output_tokens,
-            "output_tokens_per_s": _ratio(self.num_output_tokens, duration_s),
-            "ttft_ms": _figures(self.ttft_s),
-            "itl_ms": _figures(self.itl_s),
-            "latency_ms": _figures(self.latency_s),
-            "hit_rate": _ratio(self.num_cached_tokens, self.num_prompt_tokens),
-            "kv_use_mean": _ratio(self._page_s, duration_s * self._num_pages),
-            "kv_use_max": _ratio(self.max_pages_used, self._num_pages),
-            "busy": _ratio(self.busy_s, duration_s * num_replicas),
+            "output_tokens_per_s": ratio(self.num_output_tokens, duration_s),
+            "ttft_ms": milliseconds(self.ttft_s),
+            "itl_ms": milliseconds(self.itl_s),
+            "latency_ms": milliseconds(self.latency_s),
+            "hit_rate": ratio(self.num_cached_tokens, self.num_prompt_tokens),
+            "kv_use_mean": ratio(self.page_s, duration_s * self._num_pages),
+            "kv_use_max": ratio(self.max_pages_used, self._num_pages),
+            "busy": ratio(self.busy_s, duration_s * num_replicas),
             "preemptions": self.num_preemptions,
             "steps": self.num_steps,
             "dispatches": self.num_dispatches,
             "usd": cost,
             "max_busy_joules": joules,
-            "max_joules_per_output_token": None if joules is None else _ratio(joules, self.num_output_tokens),
+            "max_joules_per_output_token": None if joules is None else ratio(joules, self.num_output_tokens),
             "max_busy_co2_g": co2_g(joules, carbon_intensity),
-            "usd_per_million_output_tokens": None if cost is None else _ratio(cost * 1e6, self.num_output_tokens),
+            "usd_per_million_output_tokens": None if cost is None else ratio(cost * 1e6, self.num_output_tokens),
+            "window_s": self.timeline.width_s,
+            "timeline": self.timeline.report(self._num_pages, num_replicas),
+            "groups": [
+                {
+                    "tenant": tenant,
+                    "priority": priority,
+                    "requests": each.num_requests,
+                    "refused": each.num_refused,
+                    "ended": each.num_ended,
+                    "prompt_tokens": each.num_prompt_tokens,
+                    "output_tokens": each.num_output_tokens,
+                    "hit_rate": ratio(each.num_cached_tokens, each.num_prompt_tokens),
+                    "ttft_ms": milliseconds(each.ttft_s),
+                    "latency_ms": milliseconds(each.latency_s),
+                }
+                for (tenant, priority), each in sorted(self.groups.items())
+            ],
         }
 
 
@@ -147,18 +201,6 @@ def render(report: dict[str, Any]) -> str:
         grams = report["max_busy_co2_g"]
         lines.append(f"energy         {energy}" + ("" if grams is None else f", {grams:,.1f} g CO2"))
     return "\n".join(lines)
-
-
-def _figures(values: Distribution) -> dict[str, float | None]:
-    """Return the mean and percentiles in milliseconds; None without values."""
-    if not values.count:
-        return {"mean": None, **{f"p{percent}": None for percent in _PERCENTS}}
-    percentiles = {f"p{percent}": values.percentile(percent) * 1e3 for percent in _PERCENTS}
-    return {"mean": values.mean * 1e3, **percentiles}
-
-
-def _ratio(numerator: int | float, denominator: int | float) -> float | None:
-    return numerator / denominator if denominator else None
 
 
 def _percent(fraction: int | float | None) -> str:
