@@ -27,6 +27,7 @@ class LoRARequest:
         base_model_name: name of the model that it was trained on; it has no effect.
         load_inplace: read the directory again, and replace the adapter that has this name. Running requests finish with
             the old one.
+        is_3d_lora_weight: True for experts' factors in one tensor per layer, as in vLLM; the file's tensors decide.
 
     Raises:
         RequestError: a field has a wrong type.
@@ -37,6 +38,7 @@ class LoRARequest:
     lora_path: str = ""
     base_model_name: str | None = None
     load_inplace: bool = False
+    is_3d_lora_weight: bool = False
 
     def __post_init__(self) -> None:
         _SCHEMA.check(self)
@@ -67,5 +69,6 @@ _SCHEMA = Schema(
         "lora_path": PATH,
         "base_model_name": FILLED_TEXT.optional(),
         "load_inplace": SWITCH,
+        "is_3d_lora_weight": SWITCH,
     },
 )

@@ -31,6 +31,8 @@ def _read_module(entry: str) -> LoRARequest:
             fields: Any = json.loads(entry)
         except ValueError as error:
             raise ConfigError(f"lora_modules must be NAME=PATH or JSON, got {brief(entry)}: {error}") from None
+        if not isinstance(fields.pop("is_3d_lora_weight", False), bool):  # the file's tensors decide
+            raise ConfigError(f"is_3d_lora_weight in lora_modules must be true or false, got {brief(entry)}")
         known = {"name", "path", "base_model_name"}
         if not {"name", "path"} <= fields.keys() <= known or not all(isinstance(v, str) for v in fields.values()):
             raise ConfigError(f"lora_modules in JSON must have the strings {sorted(known)}, got {brief(entry)}")

@@ -37,7 +37,7 @@ def write_adapter(path: Path, size: int, out: int, seed: int = 0) -> Path:
 
 
 def test_modules_are_pairs_or_json():
-    found = read_modules(["a=x/y=z", '{"name": "b", "path": "p", "base_model_name": "m"}'])
+    found = read_modules(["a=x/y=z", '{"name": "b", "path": "p", "base_model_name": "m", "is_3d_lora_weight": true}'])
     assert [(each.lora_name, each.lora_path, each.base_model_name) for each in found] == [
         ("a", "x/y=z", None),
         ("b", "p", "m"),
@@ -45,7 +45,11 @@ def test_modules_are_pairs_or_json():
 
 
 @pytest.mark.parametrize(
-    "entry", ["a", "=x", "a=", "{", '{"name": "a"}', '{"name": "a", "path": 1}', '{"name": "", "path": "p"}']
+    "entry",
+    [
+        *("a", "=x", "a=", "{", '{"name": "a"}', '{"name": "a", "path": 1}', '{"name": "", "path": "p"}'),
+        '{"name": "a", "path": "p", "is_3d_lora_weight": 1}',
+    ],
 )
 def test_other_modules_are_refused(entry):
     with pytest.raises(ConfigError, match="lora_modules"):
