@@ -20,8 +20,9 @@ def _run(args: Namespace) -> int:
     """Print the plan or the sweep; return 1 if no target of a sweep could be planned, else 0."""
     use_compilers(find_compilers(args.compilers))
     from jaxserve.tools.planner.command import run_plan  # noqa: PLC0415 - imports jax
+    from jaxserve.tools.simulator.command import serve_trace  # noqa: PLC0415
 
-    return run_plan(args, engine_options(args))
+    return run_plan(args, engine_options(args), serve_trace)
 
 
 COMMAND = Command(

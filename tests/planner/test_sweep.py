@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,37 @@ def test_tokens_cost_what_chips_cost_while_they_are_made(batch: int | None, num_
     assert candidate.num_rows == num_rows
     seconds = 1e6 / SPEED.tokens_per_s[num_rows]
     assert candidate.usd_per_million_tokens == pytest.approx(8.0 / 3600 * seconds)
+
+
+def test_a_trace_is_served_on_targets_that_fit() -> None:
+    asked: list[tuple[str, float | None]] = []
+
+    def serve(target: Target, usd_per_hour: float | None) -> dict[str, Any]:
+        asked.append((target.name, usd_per_hour))
+        times = {"p50": 12.0, "p99": 345.0}
+        figures = {"usd_per_million_output_tokens": 6.5, "output_tokens_per_s": 789.0}
+        return {"ttft_ms": times, "itl_ms": {"p50": 3.21, "p99": 4.0}, **figures}
+
+    candidates = list(sweep(["h200", "h200x2", "v4:2x2x2"], made(2), prices=PRICES, batch=None, serve=serve))
+    assert asked == [("h200x2", 8.0), ("v4:2x2x2", None)]
+    assert [x.usd_per_million_tokens for x in candidates] == [None, 6.5, 6.5]
+    header, _, row, *_ = (line.split() for line in render_sweep(candidates).splitlines())
+    assert row[-6:] == ["12", "345", "3.21", "789", "8.00", "6.50"]
+    assert "TTFT p99" in " ".join(header)
+    targets = build_sweep_report(candidates)["targets"]
+    assert ["served" in target for target in targets] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "cpu", "--trace", "x"], "a trace is served on swept targets"),
+        (["--sweep", "cpu", "--max-requests", "3"], "must be a positive number of requests of --trace"),
+    ],
+)
+def test_a_trace_needs_a_sweep(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,21 @@ from jaxserve.tools.planner.flags import find_compilers
 from jaxserve.tools.planner.models import read_model
 from jaxserve.tools.planner.plan import Plan, make_plan
 from jaxserve.tools.planner.plots import check_plot, draw_capacity
-from jaxserve.tools.planner.report import build_report, build_sweep_report, render, render_sweep
+from jaxserve.tools.planner.report import Json, build_report, build_sweep_report, render, render_sweep
 from jaxserve.tools.planner.sweep import read_prices, sweep
 from jaxserve.tools.planner.targets import SWEPT, Target, missing_compiler, parse_target
 
+Serve = Callable[[EngineConfig, Target, str, int | None, float | None], Json]
 
-def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
+
+def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any], serve: Serve) -> int:
     """Print the plan or the sweep; return the exit code, which is 1 if no target could be planned.
+
+    Args:
+        args: the flags.
+        engine_options: engine options by name.
+        serve: returns a simulation's figures for a configuration, a target, a trace, the number of its requests and
+            the dollars per hour.
 
     Raises:
         ConfigError: the target, the model or an option is not supported by the planner.
@@ -29,6 +37,10 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int
     jax.config.update("jax_platforms", "cpu")  # leave accelerators to processes that serve
     if args.prices is not None and args.sweep is None:
         raise ConfigError("prices are compared in a sweep only; give --sweep, or drop --prices")
+    if args.trace is not None and args.sweep is None:
+        raise ConfigError("a trace is served on swept targets; give --sweep, or jaxserve simulate one target")
+    if args.max_requests is not None and (args.trace is None or args.max_requests < 1):
+        raise ConfigError(f"--max-requests must be a positive number of requests of --trace, got {args.max_requests}")
     if args.programs and (args.sweep is not None or args.target == "cpu"):
         raise ConfigError("programs are compiled for one target, not for cpu; give it by --target, or drop --programs")
     if args.programs and args.no_compile:
@@ -41,13 +53,28 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int
         plans = [plan]
         print(json.dumps(build_report(plan), indent=2) if args.json else render(plan))
         _suggest_compilers([plan], args)
-    elif not (plans := _sweep(args, make)):
+    elif not (plans := _sweep(args, make, _server(args, engine_options, serve))):
         plot = "" if args.plot is None else f", and {args.plot} is not drawn"
         print(f"jaxserve: error: no target could be computed, for the reasons above{plot}", file=sys.stderr)
         return 1
     if args.plot is not None:
         draw_capacity([plan for plan in plans if plan.fits], args.plot)
     return 0
+
+
+def _server(
+    args: argparse.Namespace, engine_options: Mapping[str, Any], serve: Serve
+) -> Callable[[Target, float | None], Json] | None:
+    """Return a function that serves the trace on a target; None without a trace."""
+    if args.trace is None:
+        return None
+
+    def on_target(target: Target, usd_per_hour: float | None) -> Json:
+        print(f"serving {args.trace} on {target.name}", file=sys.stderr, flush=True)
+        config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
+        return serve(config, target, args.trace, args.max_requests, usd_per_hour)
+
+    return on_target
 
 
 def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Plan:
@@ -69,7 +96,9 @@ def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]
         raise ConfigError(f"{error} ({what})") from error
 
 
-def _sweep(args: argparse.Namespace, make: Callable[[str], Plan]) -> list[Plan]:
+def _sweep(
+    args: argparse.Namespace, make: Callable[[str], Plan], serve: Callable[[Target, float | None], Json] | None
+) -> list[Plan]:
     """Print the comparison of the swept targets; return the plans, made by name, of those that could be planned."""
     prices = read_prices(args.prices) if args.prices is not None else {}
     read_model(args.model)  # an invalid model would fail on every target
@@ -78,7 +107,7 @@ def _sweep(args: argparse.Namespace, make: Callable[[str], Plan]) -> list[Plan]:
         print(f"planning for {target.name}", file=sys.stderr, flush=True)
         return make(target.name)
 
-    candidates = list(sweep(args.sweep or SWEPT, make_aloud, prices=prices, batch=args.batch))
+    candidates = list(sweep(args.sweep or SWEPT, make_aloud, prices=prices, batch=args.batch, serve=serve))
     print(json.dumps(build_sweep_report(candidates), indent=2) if args.json else render_sweep(candidates))
     plans = [candidate.plan for candidate in candidates if candidate.plan is not None]
     _suggest_compilers(plans, args)

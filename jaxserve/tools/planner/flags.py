@@ -42,6 +42,13 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     where.add_argument("--sweep", nargs="*", metavar="NAME", help=text)
     text = "prices for a sweep, in dollars per chip and hour: a TOML file with lines such as v6e = 2.7"
     plan.add_argument("--prices", metavar="FILE", help=text)
+    text = (
+        "requests that a sweep serves in a simulation on each target that fits, for TTFT, ITL and tokens/s: a trace as "
+        "for jaxserve simulate, or a workload of jaxserve bench"
+    )
+    plan.add_argument("--trace", metavar="FILE", help=text)
+    text = "number of requests of the trace (default: all)"
+    plan.add_argument("--max-requests", type=int, metavar="INT", help=text)
     text = "prompt length in tokens for the predicted time to first token (default: 1024, or max_model_len)"
     plan.add_argument("--prompt-len", type=int, metavar="INT", help=text)
     text = "context length in tokens for the predicted decode steps (default: 1024, or max_model_len)"

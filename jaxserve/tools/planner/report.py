@@ -312,6 +312,7 @@ def build_sweep_report(candidates: Sequence[Candidate]) -> Json:
             **(build_report(x.plan) if x.plan else {"target": x.target.name, "reason": x.reason}),
             "usd_per_hour": x.usd_per_hour,
             "usd_per_million_tokens": x.usd_per_million_tokens,
+            **({} if x.served is None else {"served": x.served}),
         }
         for x in candidates
     ]
@@ -320,12 +321,15 @@ def build_sweep_report(candidates: Sequence[Candidate]) -> Json:
 
 def render_sweep(candidates: Sequence[Candidate]) -> str:
     """Return a sweep as readable text."""
-    header = ("target", "fits", "weights", "KV tokens", "requests", "TTFT ms", "rows", "ms a step", "tokens/s")
+    has_trace = any(x.served is not None for x in candidates)
+    speeds = ("TTFT p50", "TTFT p99", "ITL p50") if has_trace else ("TTFT ms", "rows", "ms a step")
+    header = ("target", "fits", "weights", "KV tokens", "requests", *speeds, "tokens/s")
     blocks = [align([(*header, "$/hour", "$/M tokens"), *map(_compared, candidates)], header=True)]
     if any(x.plan and x.plan.speed for x in candidates):
         if any(x.plan and x.plan.speed and x.plan.largest is None for x in candidates):
             blocks.append(_NOT_COMPILED)
-        blocks.append("TTFT, ms a step, tokens/s and prices are predicted from data sheets, not measured")
+        figures = "the trace's TTFT and ITL in ms" if has_trace else "TTFT, ms a step"
+        blocks.append(f"{figures}, tokens/s and prices are predicted from data sheets, not measured")
     blocks += [f"{x.target.name}: {x.reason}" for x in candidates if x.reason is not None]
     if (best := cheapest(candidates)) is not None:
         blocks.append(f"cheapest that fits: {best.target.name}, ${best.usd_per_hour:.2f} an hour")
@@ -341,6 +345,11 @@ def _compared(candidate: Candidate) -> Row:
     figures = (candidate.target.name, verdict, _gb(plan.memory.weights), str(plan.kv_tokens), str(plan.num_requests))
     if (speed := plan.speed) is None:
         return (*figures, *[""] * 4, _usd(candidate.usd_per_hour), "")
+    if (served := candidate.served) is not None:
+        ttft_ms, itl_ms = served["ttft_ms"], served["itl_ms"]
+        times = (number(ttft_ms["p50"]), number(ttft_ms["p99"]), number(itl_ms["p50"]))
+        speeds = (*times, number(served["output_tokens_per_s"]))
+        return (*figures, *speeds, _usd(candidate.usd_per_hour), _usd(candidate.usd_per_million_tokens))
     rows = candidate.num_rows
     speeds = (number(speed.ttft_ms), str(rows), number(speed.step_ms[rows]), number(speed.tokens_per_s[rows]))
     return (*figures, *speeds, _usd(candidate.usd_per_hour), _usd(candidate.usd_per_million_tokens))

@@ -3,6 +3,7 @@
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.api.schema import number
 from jaxserve.errors import ConfigError
@@ -23,6 +24,7 @@ class Candidate:
         reason: error message if planning failed, otherwise None.
         usd_per_hour: price of all its chips; None if unknown.
         num_rows: number of rows in the compared decode step: the requested number, or the maximum that fits.
+        served: figures from a simulation that served a trace on the target; None without one.
     """
 
     target: Target
@@ -30,10 +32,14 @@ class Candidate:
     reason: str | None
     usd_per_hour: float | None
     num_rows: int = 0
+    served: dict[str, Any] | None = None
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """Lowest price of a million output tokens, if all steps have `num_rows` rows."""
+        """Price per million output tokens: the served trace's, or the lowest, with `num_rows` rows in all steps."""
+        if self.served is not None:
+            price: float | None = self.served["usd_per_million_output_tokens"]
+            return price
         if self.usd_per_hour is None or self.plan is None or self.plan.speed is None:
             return None
         return self.usd_per_hour / 3600 / self.plan.speed.tokens_per_s[self.num_rows] * 1e6
@@ -60,7 +66,12 @@ def read_prices(path: str) -> Prices:
 
 
 def sweep(
-    names: Iterable[str], make: Callable[[Target], Plan], *, prices: Prices, batch: int | None
+    names: Iterable[str],
+    make: Callable[[Target], Plan],
+    *,
+    prices: Prices,
+    batch: int | None,
+    serve: Callable[[Target, float | None], dict[str, Any]] | None = None,
 ) -> Iterable[Candidate]:
     """Plan one target after the other; a target that cannot be planned does not end the sweep.
 
@@ -69,6 +80,7 @@ def sweep(
         make: function that plans for one target.
         prices: known prices.
         batch: number of rows in the compared decode steps, as far as they fit; None for the maximum.
+        serve: returns a simulation's figures for a target with its dollars per hour; None for no simulation.
 
     Raises:
         ConfigError: a name is not the name of a target.
@@ -81,7 +93,8 @@ def sweep(
             yield Candidate(target, None, str(error), None if price is None else price * target.num_chips)
         else:
             usd_per_hour = None if price is None else price * plan.num_chips
-            yield Candidate(target, plan, None, usd_per_hour, _num_rows(plan, batch))
+            served = serve(target, usd_per_hour) if serve is not None and plan.fits and plan.speed is not None else None
+            yield Candidate(target, plan, None, usd_per_hour, _num_rows(plan, batch), served)
 
 
 def _num_rows(plan: Plan, batch: int | None) -> int:

@@ -16,7 +16,7 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError, install_extra
 from jaxserve.tools.planner.sizes import Sizes
 from jaxserve.tools.planner.sweep import read_prices
-from jaxserve.tools.planner.targets import parse_target
+from jaxserve.tools.planner.targets import Target, parse_target
 from jaxserve.tools.simulator.page import read_report, write_page
 from jaxserve.tools.simulator.policy import load_policy
 from jaxserve.tools.simulator.roofline_times import RooflineTimes
@@ -79,6 +79,25 @@ def run_simulate(args: argparse.Namespace, engine_options: Mapping[str, Any]) ->
         write_page(args.page, [report] if beside is None else [beside, report])
     print(json.dumps(report, indent=2) if args.json else render(report))
     return 0
+
+
+def serve_trace(
+    config: EngineConfig, target: Target, trace: str, max_requests: int | None, usd_per_hour: float | None
+) -> dict[str, Any]:
+    """Return the figures of one replica that serves a trace at the roofline's speed.
+
+    Raises:
+        ConfigError: the trace is malformed, or the target has no data sheet.
+    """
+    sizes = Sizes.resolve(config, target)
+    simulation = Simulation(
+        sizes.schedule,
+        RooflineTimes(sizes.roofline()),
+        step_ahead=config.step_ahead,
+        shares_prefixes=config.enable_prefix_caching,
+    )
+    report = simulation.run(islice(read_trace(trace), max_requests)).report(1, usd_per_hour)
+    return {name: value for name, value in report.items() if name not in {"timeline", "window_s", "groups"}}
 
 
 def _requests(args: argparse.Namespace) -> Iterator[TracedRequest]:
