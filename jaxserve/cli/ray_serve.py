@@ -55,6 +55,8 @@ class RayServeConfig:
         downscale_delay_s: time that the wait must be short before an engine is removed.
         max_deaths: number of engines that may die while they serve a request; after these it fails, as it may be what
             kills them.
+        silence_timeout_s: time without a part of a reply after which its engine loses the request to another one. A
+            whole reply comes at its end: longer than the longest.
     """
 
     min_replicas: int = 1
@@ -63,6 +65,7 @@ class RayServeConfig:
     upscale_delay_s: float = 10.0
     downscale_delay_s: float = 300.0
     max_deaths: int = 3
+    silence_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         _SCHEMA.check(self)
@@ -77,7 +80,7 @@ _SCHEMA = Schema(
     RayServeConfig,
     {
         **dict.fromkeys(("min_replicas", "max_replicas", "max_deaths"), integer(1)),
-        "target_wait_s": number(0, excludes_low=True),
+        **dict.fromkeys(("target_wait_s", "silence_timeout_s"), number(0, excludes_low=True)),
         **dict.fromkeys(("upscale_delay_s", "downscale_delay_s"), number(0)),
     },
 )
@@ -134,7 +137,7 @@ def build(args: Mapping[str, str]) -> serve.Application:
         graceful_shutdown_timeout_s=ServerConfig(**server).shutdown_timeout_s,
     ).bind(engine, server)
     front = serve.deployment(_Ingress, name="front", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=_UNLIMITED)
-    return front.bind(engines, server, config.max_deaths)
+    return front.bind(engines, server, config.max_deaths, config.silence_timeout_s)
 
 
 def _flag(name: str, value: str) -> str:
@@ -210,9 +213,9 @@ class _Engine:
 class _Ingress:
     """Deployment before the engines."""
 
-    def __init__(self, engines: Any, server: Mapping[str, Any], max_deaths: int) -> None:
+    def __init__(self, engines: Any, server: Mapping[str, Any], max_deaths: int, silence_timeout_s: float) -> None:
         serve_parts = engines.options(stream=True, method_name="serve").remote
-        self._front = Front(serve_parts, ServerConfig(**server), max_deaths)
+        self._front = Front(serve_parts, ServerConfig(**server), max_deaths, silence_timeout_s)
 
     def __serve_build_asgi_app__(self) -> Front:
         return self._front

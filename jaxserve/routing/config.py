@@ -24,6 +24,8 @@ class RouterConfig:
         poll_timeout_s: time after which a replica that has not answered gets no more requests; its unfinished requests
             continue on others.
         connect_timeout_s: maximum time to connect to a replica.
+        silence_timeout_s: time without a byte of a reply after which its replica loses the request to another one, and
+            gets no more for as long while others are ready. A whole reply comes at its end: longer than the longest.
         failover_timeout_s: time that a request whose replica has died waits for another one to become ready.
         max_deaths: number of replicas that may die while they serve a request; after these the request fails, as it
             may be what kills them.
@@ -39,6 +41,7 @@ class RouterConfig:
     poll_interval_s: float = 1.0
     poll_timeout_s: float = 5.0
     connect_timeout_s: float = 3.0
+    silence_timeout_s: float = 600.0
     failover_timeout_s: float = 30.0
     max_deaths: int = 3
     max_body_bytes: int = 8 * 2**20
@@ -67,7 +70,7 @@ def _check_url(url: str) -> None:
         raise ConfigError(f"replicas must be URLs as http://HOST:PORT or unix:PATH, got {url!r}")
 
 
-_TIMES = ("poll_interval_s", "poll_timeout_s", "connect_timeout_s")
+_TIMES = ("poll_interval_s", "poll_timeout_s", "connect_timeout_s", "silence_timeout_s")
 _SCHEMA = Schema(
     ConfigError,
     RouterConfig,

@@ -45,6 +45,10 @@ class Counts(Collector):
         """Count a request whose replica was unreachable or has died."""
         self._attempts[replica.url, "lost"] += 1
 
+    def silent(self, replica: Replica) -> None:
+        """Count a request whose replica has sent nothing for too long."""
+        self._attempts[replica.url, "silent"] += 1
+
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
         attempts = CounterMetricFamily("jaxserve:router_attempts", "Requests by outcome.", None, ["replica", "outcome"])

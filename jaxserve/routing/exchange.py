@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -22,8 +23,8 @@ from jaxserve.openai.interfaces import error_body_at, error_status_at
 from jaxserve.openai.kv_transfer import FIELD as KV_TRANSFER
 from jaxserve.openai.messages import MESSAGES
 from jaxserve.openai.resumption import FIELD, HEADER, Delivered, ReplyIdentity, split_at_comments
+from jaxserve.routing.replicas import SilentError
 from jaxserve.scheduling.byte_prefix import TOKEN_BYTES, byte_prefix
-from jaxserve.scheduling.router import ROW_CHARGE_TOKENS
 
 if TYPE_CHECKING:
     from jaxserve.routing.config import RouterConfig
@@ -128,7 +129,8 @@ class Exchange:
                 return await self._fail(self._no_replica())
             replica, num_shared = choice
             try:
-                with self._replicas.serving(replica, self._prefix, max(self._num_tokens - num_shared, 0)) as load:
+                num_tokens = max(self._num_tokens - num_shared, 0)
+                async with self._replicas.serving(replica, self._prefix, num_tokens) as load:
                     return await self._attempt(replica, load)
             except _AgainError:
                 continue
@@ -136,10 +138,11 @@ class Exchange:
                 refusal = refused.reply
                 tried.add(replica)
                 self._counts.refused(replica)
-            except _LostError as lost:
+            except (_LostError, SilentError) as lost:
                 self._replicas.fail(replica, str(lost))
-                self._counts.lost(replica)
-                if lost.has_died:
+                is_silent = isinstance(lost, SilentError)
+                (self._counts.silent if is_silent else self._counts.lost)(replica)
+                if is_silent or lost.has_died:
                     num_deaths += 1
                     until_s = time.monotonic() + self._config.failover_timeout_s
                     if (error := self._why_not_again(num_deaths)) is not None:
@@ -160,9 +163,15 @@ class Exchange:
         producer, num_shared = choice
         options = {"headers": self._headers, "data": body}
         try:
-            with self._replicas.serving(producer, self._prefix, max(self._num_tokens - num_shared, 0)):
-                async with producer.request("POST", self._request.rel_url.raw_path_qs, **options) as reply:
-                    found = json.loads(await reply.read()) if reply.status == 200 else None
+            async with (
+                self._replicas.serving(producer, self._prefix, max(self._num_tokens - num_shared, 0)),
+                producer.request("POST", self._request.rel_url.raw_path_qs, **options) as reply,
+            ):
+                found = json.loads(await reply.read()) if reply.status == 200 else None
+        except SilentError as error:
+            self._replicas.fail(producer, str(error))
+            self._counts.silent(producer)
+            return
         except (aiohttp.ClientError, OSError) as error:
             if self._request.transport is None or self._request.transport.is_closing():
                 raise  # the client has gone
@@ -246,6 +255,7 @@ class Exchange:
             self._counts.num_moved += 1
         write, kept = self._reply.write, b""  # it raises ConnectionResetError if the client has gone
         async for data in reply.content.iter_any():
+            load.heard_s = math.inf
             if self._comments is None:
                 await write(data)
             else:
@@ -254,7 +264,7 @@ class Exchange:
                     self._comments += comment + b"\n"
                 if events:
                     await write(events)
-            load.lower(ROW_CHARGE_TOKENS)
+            load.heard()
         await self._reply.write_eof(kept)
         return self._reply
 

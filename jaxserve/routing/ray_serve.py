@@ -7,6 +7,7 @@ dead replicas on others, with the same tokens.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 WAIT = "estimated_wait_s"  # the statistic by which Ray scales
 _MAX_REPLICAS = 1024  # of a deployment
+_MAX_REMEMBERED = 4096  # requests whose replicas are known if they must be asked for again
 _EVENTS_TYPE = b"text/event-stream"
 _DROPPED = frozenset(name.encode() for name in HOP_HEADERS)
 _FAULTS = (exceptions.RayError, serve_exceptions.RayServeException)
@@ -50,11 +52,13 @@ class Head(NamedTuple):
         method: HTTP method.
         path: path and query, percent-encoded.
         headers: headers that concern the server.
+        attempt: number of earlier attempts to have the request served.
     """
 
     method: str
     path: str
     headers: Headers
+    attempt: int = 0
 
 
 class PrefixRouter(RequestRouter):
@@ -66,6 +70,7 @@ class PrefixRouter(RequestRouter):
         self._indices: dict[Any, int] = {}
         self._given: dict[str, tuple[Any, int]] = {}  # replica and load of each request in flight
         self._loads: dict[Any, int] = {}
+        self._tried: dict[bytes, tuple[Any, ...]] = {}  # replicas of each of the latest requests, by its identity
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """Return the replicas, the best one first."""
@@ -77,7 +82,10 @@ class PrefixRouter(RequestRouter):
         assert route is not None, "there are candidates"
         by_load = sorted(candidate_replicas, key=lambda each: self._loads.get(each.replica_id, 0))
         best = [each for each in by_load if self._indices[each.replica_id] == route.replica]
-        return [best, [each for each in by_load if each not in best]]
+        tried = self._tried.get(_identity(pending_request), ()) if _attempt(pending_request) else ()
+        ranks = [best, [each for each in by_load if each not in best]]
+        untried = [[each for each in rank if each.replica_id not in tried] for rank in ranks]
+        return [*untried, [each for each in by_load if each.replica_id in tried]] if tried else ranks
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         """Count a request on its replica; Ray calls this."""
@@ -85,6 +93,10 @@ class PrefixRouter(RequestRouter):
         load = num_tokens + ROW_CHARGE_TOKENS
         self._given[pending_request.metadata.internal_request_id] = replica_id, load
         self._loads[replica_id] = self._loads.get(replica_id, 0) + load
+        if identity := _identity(pending_request):
+            self._tried[identity] = (*self._tried.pop(identity, ()), replica_id)
+            if len(self._tried) > _MAX_REMEMBERED:
+                del self._tried[next(iter(self._tried))]
         if (index := self._indices.get(replica_id)) is not None:
             self._router.note(index, prefix)
 
@@ -125,6 +137,18 @@ def _prompt_of(pending_request: Any) -> tuple[Prefix, int]:
     return prompt_prefix(body, key)
 
 
+def _identity(pending_request: Any) -> bytes:
+    """Return what all attempts of a request have in common; empty if it has none."""
+    if pending_request is None or len(pending_request.args) < 2:
+        return b""
+    return http.header_value(pending_request.args[0].headers, HEADER)
+
+
+def _attempt(pending_request: Any) -> int:
+    """Return the number of earlier attempts of a pending request."""
+    return pending_request.args[0].attempt if _identity(pending_request) else 0
+
+
 class WaitPolicy:
     """Ray's autoscaling policy by the time that a request would wait before it starts.
 
@@ -158,12 +182,18 @@ class Front:
         serve: function from a request's head and body to its reply's parts: status and headers, then bytes.
         config: options of the servers.
         max_deaths: number of replicas that may die while they serve a request.
+        silence_timeout_s: time without a part of a reply after which its replica loses the request.
     """
 
     def __init__(
-        self, serve: Callable[[Head, bytes], AsyncIterator[Any]], config: ServerConfig, max_deaths: int
+        self,
+        serve: Callable[[Head, bytes], AsyncIterator[Any]],
+        config: ServerConfig,
+        max_deaths: int,
+        silence_timeout_s: float,
     ) -> None:
         self._serve, self._config, self._max_deaths = serve, config, max_deaths
+        self._silence_timeout_s = silence_timeout_s
 
     async def __call__(self, scope: http.Scope, receive: http.Receive, send: http.Send) -> None:
         """Serve one HTTP request, or the lifespan; see the ASGI specification."""
@@ -179,12 +209,31 @@ class Front:
         try:
             timeout_s = self._config.body_timeout_s
             body = await http.read_body(receive, max_bytes=self._config.max_body_bytes, timeout_s=timeout_s)
-            await _Relayed(self._serve, self._max_deaths, scope, body, send).run()
+            await _Relayed(self._serve, self._max_deaths, self._silence_timeout_s, scope, body, send).run()
         except (http.ClientGoneError, exceptions.TaskCancelledError):  # the client has gone
             pass
         except BadRequestError as error:
             headers = [(b"retry-after", b"1")] if error.status_code == 503 else []
             await http.send_json(send, error_body_at(path, error), error_status_at(path, error), headers)
+
+
+class _SilentError(Exception):
+    """A replica that has sent nothing for too long."""
+
+
+async def _unless_silent(parts: AsyncIterator[Any], timeout_s: float) -> AsyncIterator[Any]:
+    """Yield the parts of a reply; _SilentError if one does not come in time."""
+    while True:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                part = await anext(parts)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise _SilentError from None
+        yield part
 
 
 class _Relayed:
@@ -194,11 +243,13 @@ class _Relayed:
         self,
         serve: Callable[[Head, bytes], AsyncIterator[Any]],
         max_deaths: int,
+        silence_timeout_s: float,
         scope: http.Scope,
         body: bytes,
         send: http.Send,
     ) -> None:
         self._serve, self._max_deaths, self._body, self._send = serve, max_deaths, body, send
+        self._silence_timeout_s = silence_timeout_s
         self._path = _without_root(scope)
         identity = ReplyIdentity(secrets.token_hex(16), int(time.time()), secrets.randbits(62))
         headers = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
@@ -222,9 +273,13 @@ class _Relayed:
                 return await self._attempt()
             except exceptions.TaskCancelledError:  # Ray does so when nobody waits for the reply
                 raise
+            except _SilentError:
+                num_deaths += 1
+                logger.warning("a replica has sent nothing for %s s", self._silence_timeout_s)
             except _FAULTS as fault:
                 num_deaths += 1
                 logger.warning("a replica has failed: %s", brief(str(fault).splitlines()[-1] if str(fault) else fault))
+            self._head = self._head._replace(attempt=num_deaths)
             if num_deaths >= self._max_deaths:
                 message = f"{num_deaths} servers have died while they served this request; it is not tried again"
             elif self._is_begun and self._comments is None:
@@ -235,7 +290,8 @@ class _Relayed:
 
     async def _attempt(self) -> None:
         """Let a replica serve the request, or the rest of it."""
-        parts = self._serve(self._head, self._body_for_rest())
+        given = self._serve(self._head, self._body_for_rest())
+        parts = _unless_silent(given, self._silence_timeout_s)
         try:
             status, headers = await anext(parts)
             if self._is_begun and status != 200:
@@ -250,7 +306,7 @@ class _Relayed:
                 await self._send({"type": "http.response.body", "body": body})
         finally:
             with suppress(*_FAULTS):
-                if (cancel := getattr(parts, "cancel", None)) is not None:  # the client may have gone
+                if (cancel := getattr(given, "cancel", None)) is not None:  # the client may have gone
                     cancel()
 
     async def _relay(self, status: int, headers: Headers, parts: AsyncIterator[bytes]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -78,6 +78,8 @@ class Replica:
         report: its last load report.
         load: load in tokens that this router has given it.
         num_requests: requests that it serves for this router.
+        loads: the loads of these requests.
+        avoided_until_s: monotonic time until which it gets requests only if no other replica is ready.
     """
 
     def __init__(self, index: int, url: str, config: RouterConfig) -> None:
@@ -85,6 +87,8 @@ class Replica:
         self.problem: str | None = _NOT_ASKED
         self.report = LoadReport()
         self.load = self.num_requests = 0
+        self.loads = set[Load]()
+        self.avoided_until_s = 0.0
         self._recent, self._recent_at_s = 0.0, 0.0
         self._socket = urlsplit(url).path if url.startswith("unix:") else None
         self._origin = "http://localhost" if self._socket is not None else url.rstrip("/")
@@ -218,7 +222,8 @@ class Replicas:
         Returns:
             None if no replica is ready but these.
         """
-        ready = {replica for replica in self.all if replica.problem is None and replica not in tried}
+        ready, now_s = {each for each in self.all if each.problem is None and each not in tried}, time.monotonic()
+        ready = {each for each in ready if each.avoided_until_s <= now_s} or ready
         suitable = {replica for replica in ready if replica.report.is_producer == from_producers}
         if not suitable and not from_producers:
             suitable = ready
@@ -231,23 +236,34 @@ class Replicas:
         route = self._router.choose(prefix, num_tokens + ROW_CHARGE_TOKENS, only_open=True)
         return None if route is None else (self.all[route.replica], route.num_shared_tokens)
 
-    @contextlib.contextmanager
-    def serving(self, replica: Replica, prefix: Prefix, num_tokens: int) -> Iterator[Load]:
+    @contextlib.asynccontextmanager
+    async def serving(self, replica: Replica, prefix: Prefix, num_tokens: int) -> AsyncIterator[Load]:
         """Count a request on a replica within the context.
 
         Args:
             replica: the replica.
             prefix: sampled prefixes of the prompt.
             num_tokens: prompt tokens that it must compute.
+
+        Raises:
+            SilentError: it has sent nothing for too long.
         """
         load = Load(replica, num_tokens + ROW_CHARGE_TOKENS)
         replica.note_work(num_tokens + ROW_CHARGE_TOKENS)
         replica.num_requests += 1
+        replica.loads.add(load)
         self._router.note(replica.index, prefix)
         try:
-            yield load
+            async with asyncio.timeout(None) as load.limit:
+                yield load
+        except TimeoutError:
+            if not load.limit.expired():
+                raise
+            replica.avoided_until_s = time.monotonic() + self._config.silence_timeout_s
+            raise SilentError(f"it has sent nothing for {self._config.silence_timeout_s} s") from None
         finally:
             replica.num_requests -= 1
+            replica.loads.discard(load)
             load.lower(0)
 
     async def wait_for_ready(self, until_s: float) -> bool:
@@ -261,8 +277,12 @@ class Replicas:
         return True
 
     async def _poll(self, replica: Replica) -> None:
-        """Ask a replica again and again whether it is ready, until cancelled."""
+        """Ask a replica again and again whether it is ready, and end its silent requests, until cancelled."""
         while True:
+            oldest_s = time.monotonic() - self._config.silence_timeout_s
+            for load in replica.loads:
+                if load.heard_s < oldest_s and load.limit is not None and not load.limit.expired():
+                    load.limit.reschedule(0.0)
             was_ready = replica.problem is None
             try:
                 await replica.ask()
@@ -277,17 +297,33 @@ class Replicas:
             await asyncio.sleep(self._config.poll_interval_s)
 
 
+class SilentError(Exception):
+    """A replica that has sent nothing for too long."""
+
+
 class Load:
     """Load that one request adds to a replica.
 
     Args:
         replica: the replica.
         num_tokens: the load in tokens.
+
+    Attributes:
+        heard_s: monotonic time of the last byte; infinity while the client is waited for.
+        limit: end of the request, set when the replica has been silent for too long; None until it has begun.
     """
 
     def __init__(self, replica: Replica, num_tokens: int) -> None:
         self._replica, self._num_tokens = replica, num_tokens
+        self.heard_s = time.monotonic()
+        self.limit: asyncio.Timeout | None = None
         replica.load += num_tokens
+
+    def heard(self) -> None:
+        """Note that a part of the reply has come, and that the prompt is computed."""
+        self.heard_s = time.monotonic()
+        if self._num_tokens > ROW_CHARGE_TOKENS:
+            self.lower(ROW_CHARGE_TOKENS)
 
     def lower(self, num_tokens: int) -> None:
         """Lower the load to `num_tokens`; a higher one stays as it is."""

@@ -54,12 +54,16 @@ class Replicas:
         for part in self.scripts.pop(0):
             if part == "dies":
                 raise RayActorError
+            if part == "is silent":
+                await asyncio.Event().wait()
             if part == "cancelled":
                 raise TaskCancelledError
             yield part
 
 
-def front(replicas: Replicas, body: bytes, root: str, **options: Any) -> list[dict[str, Any]]:
+def front(
+    replicas: Replicas, body: bytes, root: str, silence_timeout_s: float = 60.0, **options: Any
+) -> list[dict[str, Any]]:
     """Return the messages that the front sends for a request below a root."""
     sent: list[dict[str, Any]] = []
 
@@ -71,7 +75,7 @@ def front(replicas: Replicas, body: bytes, root: str, **options: Any) -> list[di
 
     scope = {"type": "http", "method": "POST", "headers": [(b"connection", b"close")], "root_path": root}
     scope |= {"path": f"{root}/v1/completions", "raw_path": f"{root}/v1/completions".encode()}
-    asyncio.run(Front(replicas.serve, ServerConfig(**options), 3)(scope, receive, send))
+    asyncio.run(Front(replicas.serve, ServerConfig(**options), 3, silence_timeout_s)(scope, receive, send))
     return sent
 
 
@@ -109,6 +113,15 @@ def test_a_reply_is_whole_or_an_error_with_a_type() -> None:
     assert ask(Replicas(), b"x" * 100, max_body_bytes=99)[0] == 413
 
 
+def test_a_silent_replica_loses_its_requests() -> None:
+    head, comment = (200, [*EVENTS, (HEADER, b"1")]), b":jaxserve [1,0,[[0,[17],9,0]]]\n\n"
+    replicas = Replicas(["is silent"], [head, b"data: one\n\n" + comment, "is silent"], [head, b"data: two\n\n"])
+    assert ask(replicas, silence_timeout_s=0.05)[::2] == (200, b"data: one\n\ndata: two\n\n")
+    assert [head.attempt for head, _ in replicas.calls] == [0, 1, 2]
+    status, _, data = ask(Replicas(*[["is silent"]] * 3), silence_timeout_s=0.02)
+    assert (status, json.loads(data)["error"]["code"]) == (502, "server_died")
+
+
 def test_servers_get_paths_without_the_prefix_of_the_application() -> None:
     replicas = Replicas([(200, []), b"{}"])
     assert front(replicas, b"{}", "/models/a")[0]["status"] == 200
@@ -121,8 +134,9 @@ def test_a_cancelled_request_is_not_sent_to_another_replica() -> None:
     assert len(replicas.calls) == 1
 
 
-def pending(prompt: str, name: str = "") -> Any:
-    args = [Head("POST", "/v1/completions", ()), json.dumps({"prompt": prompt}).encode()]
+def pending(prompt: str, name: str = "", attempt: int = 0) -> Any:
+    head = Head("POST", "/v1/completions", [(HEADER, name.encode())] if name else (), attempt)
+    args = [head, json.dumps({"prompt": prompt}).encode()]
     return SimpleNamespace(args=args, metadata=SimpleNamespace(internal_request_id=name))
 
 
@@ -152,6 +166,10 @@ def test_prompts_go_to_idle_replicas_and_to_those_that_know_them() -> None:
         router.on_request_completed(replica, name)
     replicas[0].routing_stats = {"num_running": 0, "num_waiting_tokens": 10**6}
     assert [choose(text) for text in texts] == ["b", "b"], "its load outweighs what it knows"
+    again = pending(texts[0], "3", attempt=1)
+    router.on_request_routed(again, "b", None)
+    ranks = asyncio.run(router.choose_replicas(replicas, again))
+    assert [[each.replica_id for each in rank] for rank in ranks] == [[], ["a"], ["b"]], "b has been tried"
     replicas, router.curr_replicas = [replicas[0]], {"a": None}
     assert choose(texts[1]) == "a"
 

@@ -29,6 +29,7 @@ class Replica:
         bodies: their bodies.
         is_full: True if it is ready and refuses all requests.
         is_hung: True if it accepts connections and answers nothing.
+        stalls: sizes after which its next replies stop for good, while it answers `/ready` and `/load`.
         port: its port.
     """
 
@@ -40,6 +41,7 @@ class Replica:
     bodies: list[bytes] = field(default_factory=list)
     is_full: bool = False
     is_hung: bool = False
+    stalls: list[int] = field(default_factory=list)
     port: int = 0
 
     @property
@@ -65,10 +67,14 @@ class Replica:
                     self.paths.append(path)
                     self.bodies.append(body)
                 left = self.cuts.pop(0) if self.cuts and not is_poll else 2**30
+                stall = self.stalls.pop(0) if self.stalls and not is_poll else 2**30
                 async with contextlib.aclosing(self._replies(path, head, body)) as parts:
                     async for data in parts:
-                        writer.write(data[:left])
+                        writer.write(data[: min(left, stall)])
                         await writer.drain()
+                        stall -= len(data)
+                        while stall <= 0:
+                            await asyncio.sleep(0.01)
                         left -= len(data)
                         if left <= 0:
                             writer.transport.abort()

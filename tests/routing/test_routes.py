@@ -1,14 +1,16 @@
 """Routes: the choice of replicas, and the fate of requests when replicas refuse, hang and die."""
 
+import asyncio
 import json
 import threading
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.routing.config import RouterConfig
+from jaxserve.routing.replicas import Replicas
 from jaxserve.scheduling.router import NO_PREFIX
 from tests.routing.conftest import Replica, Routed, routed
 
@@ -72,14 +74,17 @@ def test_a_faster_replica_gets_more() -> None:
 
 def test_a_replica_that_reports_no_load_gets_no_more_than_others() -> None:
     """The router counts what it has given it."""
-    with ExitStack() as open_requests, routed([Replica(load={"num_running": 0}), Replica()]) as router:
-        both = router.app.replicas
-        for number in range(40):
-            choice = both.choose(NO_PREFIX, 100)
-            assert choice is not None
-            open_requests.enter_context(both.serving(choice[0], NO_PREFIX, 100))
-            assert abs(both.all[0].num_requests - both.all[1].num_requests) <= 1, number
-        open_requests.close()
+
+    async def choose_often(both: Replicas) -> None:
+        async with AsyncExitStack() as open_requests:
+            for number in range(40):
+                choice = both.choose(NO_PREFIX, 100)
+                assert choice is not None
+                await open_requests.enter_async_context(both.serving(choice[0], NO_PREFIX, 100))
+                assert abs(both.all[0].num_requests - both.all[1].num_requests) <= 1, number
+
+    with routed([Replica(load={"num_running": 0}), Replica()]) as router:
+        asyncio.run(choose_often(router.app.replicas))
 
 
 def test_another_replica_takes_what_one_refuses() -> None:
@@ -138,6 +143,19 @@ def test_a_hung_replica_loses_its_requests() -> None:
         reply = post(router)
         hung.is_hung = False
     assert reply.status_code == 200
+
+
+@pytest.mark.parametrize("size", [0, 60])
+def test_a_silent_replica_that_says_it_is_ready_loses_its_requests(size: int) -> None:
+    """It has stopped before the first byte, or within the reply, and answers the router's questions."""
+    replicas = [Replica(), Replica()]
+    with routed(replicas, silence_timeout_s=0.2) as router:
+        post(router)
+        silent = next(replica for replica in replicas if replica.bodies)
+        silent.stalls = [size]
+        assert [post(router).json() for _ in range(3)] == [{"answer": 1}] * 3
+        assert len(silent.bodies) == 2, "the one that it did not answer was the last for now"
+        assert f'outcome="silent",replica="{silent.url}"}} 1.0' in router.client.get("/metrics").text
 
 
 @pytest.mark.parametrize(
