@@ -7,7 +7,8 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -38,7 +39,7 @@ _STATEFUL = ("/v1/files", "/v1/batches", "/v1/sessions", "/slots", "/v1/load_lor
 
 
 class App:
-    """The router: an aiohttp application.
+    """The router: a handler for an aiohttp server.
 
     Args:
         config: options of the router.
@@ -48,26 +49,24 @@ class App:
         self._config = config
         self.replicas = Replicas(config)
         self.counts = Counts(self.replicas)
-        self.web = web.Application(client_max_size=config.max_body_bytes)
-        self.web.router.add_get("/health", self._health)
-        self.web.router.add_get("/ready", self._health)
-        self.web.router.add_get("/load", self._load)
-        self.web.router.add_get("/metrics", self._metrics)
-        self.web.router.add_route("*", "/{path:.*}", self._serve)
-        self.web.on_startup.append(self._start)
-        self.web.on_cleanup.append(self._stop)
+        self._own = {"/health": self._health, "/ready": self._health, "/load": self._load, "/metrics": self._metrics}
 
-    async def _start(self, _: web.Application) -> None:
-        self.replicas.start()
+    def server(self) -> web.Server:
+        """Return the aiohttp server; to be called on the event loop.
 
-    async def _stop(self, _: web.Application) -> None:
-        await self.replicas.close()
+        It has no `web.Application`, whose tables of paths take time in each request.
+        """
+        options: dict[str, Any] = {"loop": asyncio.get_running_loop(), "client_max_size": self._config.max_body_bytes}
+        new_request = partial(web.BaseRequest, **options)
+        return web.Server(self.serve, request_factory=new_request, handler_cancellation=True, access_log=None)
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
-        """Serve a request by a replica."""
+    async def serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Serve a request, by a replica unless it is about the router."""
         path = request.rel_url.raw_path
         try:
             method = "GET" if request.method == "HEAD" else request.method
+            if method == "GET" and (own := self._own.get(path)) is not None:
+                return own()
             if (method, path) not in _ROUTED and not (method == "GET" and path.startswith("/v1/models/")):
                 raise _not_routed(request.method, path)
             body = await request.read() if method == "POST" else b""
@@ -84,18 +83,18 @@ class App:
             message = "the router has failed; its log says why"
             return error_reply(path, BadRequestError(message, None, "internal_error", 500))
 
-    async def _health(self, _: web.Request) -> web.Response:
+    def _health(self) -> web.Response:
         """Reply with the replicas' problems: status 200 if any replica is ready, else 503."""
         problems = {replica.url: replica.problem or "ok" for replica in self.replicas.all}
         is_ready = self.replicas.num_ready > 0
         content = {"status": "ok" if is_ready else "no server is ready", "replicas": problems}
         return web.json_response(content, status=200 if is_ready else 503)
 
-    async def _load(self, _: web.Request) -> web.Response:
+    def _load(self) -> web.Response:
         """Reply with the number of unfinished requests."""
         return web.json_response({"server_load": sum(replica.num_requests for replica in self.replicas.all)})
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    def _metrics(self) -> web.Response:
         """Reply with all metrics in Prometheus' text format."""
         return web.Response(
             body=self.counts.text(), headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"}
@@ -135,14 +134,16 @@ def serve(config: RouterConfig, sock: socket.socket, on_start: Callable[[str], N
 
 async def run(app: App, sock: socket.socket, on_start: Callable[[str], None], stopped: asyncio.Event) -> None:
     """Serve an app until `stopped` is set or the task is cancelled."""
-    runner = web.AppRunner(app.web, handler_cancellation=True, access_log=None, shutdown_timeout=30.0)
+    runner = web.ServerRunner(app.server(), shutdown_timeout=30.0)
     await runner.setup()
+    app.replicas.start()
     try:
         await web.SockSite(runner, sock, backlog=2048).start()
         on_start(url_of(sock))
         await stopped.wait()
     finally:
         await runner.cleanup()
+        await app.replicas.close()
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
@@ -24,6 +23,7 @@ from jaxserve.openai.kv_transfer import FIELD as KV_TRANSFER
 from jaxserve.openai.messages import MESSAGES
 from jaxserve.openai.resumption import FIELD, HEADER, Delivered, ReplyIdentity, split_at_comments
 from jaxserve.routing.replicas import SilentError
+from jaxserve.routing.upstream import BrokenReplyError, ConnectError, Reply
 from jaxserve.scheduling.byte_prefix import TOKEN_BYTES, byte_prefix
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 HOP_HEADERS = frozenset(  # these concern one connection; RFC 9110, section 7.6.1
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer")
 ) | {"transfer-encoding", "upgrade", "host", "content-length", "accept-encoding", "expect"}
+_NOT_PASSED_ON = HOP_HEADERS | {HEADER.decode(), "x-forwarded-for"}
 _PROMPT_FIELDS = tuple(
     f'"{name}"'.encode() for name in ("system", "instructions", "tools", "messages", "prompt", "input", "query")
 )
@@ -68,6 +69,12 @@ class _AgainError(Exception):
     """A replica that must be asked again, without the pages of another one."""
 
 
+class _EventStream(web.StreamResponse):
+    """A stream to the client, whose headers leave with its first part."""
+
+    _send_headers_immediately = False  # aiohttp's: otherwise in a segment of their own
+
+
 class Exchange:
     """A request and its reply.
 
@@ -83,21 +90,18 @@ class Exchange:
     """
 
     def __init__(
-        self, request: web.Request, body: bytes, replicas: Replicas, config: RouterConfig, counts: Counts
+        self, request: web.BaseRequest, body: bytes, replicas: Replicas, config: RouterConfig, counts: Counts
     ) -> None:
         self._request, self._body, self._replicas = request, body, replicas
         self._config, self._counts = config, counts
         self._path = request.rel_url.raw_path
         identity = ReplyIdentity(secrets.token_hex(16), int(time.time()), secrets.randbits(62))
-        self._headers = CIMultiDict(
-            (name, value) for name, value in request.headers.items() if name.lower() not in HOP_HEADERS
-        )
-        self._headers["accept-encoding"] = "identity"
-        self._headers[_HEADER] = identity.header().decode()
-        if request.remote:
-            self._headers["x-forwarded-for"] = ", ".join(
-                filter(None, (request.headers.get("x-forwarded-for"), request.remote))
-            )
+        given = ((name.lower(), value) for name, value in request.headers.items())
+        self._headers = [each for each in given if each[0] not in _NOT_PASSED_ON]
+        self._headers += [("accept-encoding", "identity"), (_HEADER, identity.header().decode())]
+        forwarded = [*request.headers.getall("x-forwarded-for", ()), *filter(None, [request.remote])]
+        if forwarded:
+            self._headers.append(("x-forwarded-for", ", ".join(forwarded)))
         key = request.headers.get("authorization") or request.headers.get("x-api-key") or ""
         self._prefix, self._num_tokens = prompt_prefix(body, key.encode(errors="surrogateescape"))
         self._reply: web.StreamResponse | None = None  # the stream to the client, once it has begun
@@ -140,9 +144,8 @@ class Exchange:
                 self._counts.refused(replica)
             except (_LostError, SilentError) as lost:
                 self._replicas.fail(replica, str(lost))
-                is_silent = isinstance(lost, SilentError)
-                (self._counts.silent if is_silent else self._counts.lost)(replica)
-                if is_silent or lost.has_died:
+                (self._counts.silent if isinstance(lost, SilentError) else self._counts.lost)(replica)
+                if isinstance(lost, SilentError) or lost.has_died:
                     num_deaths += 1
                     until_s = time.monotonic() + self._config.failover_timeout_s
                     if (error := self._why_not_again(num_deaths)) is not None:
@@ -161,20 +164,17 @@ class Exchange:
         if choice is None:
             return
         producer, num_shared = choice
-        options = {"headers": self._headers, "data": body}
         try:
             async with (
                 self._replicas.serving(producer, self._prefix, max(self._num_tokens - num_shared, 0)),
-                producer.request("POST", self._request.rel_url.raw_path_qs, **options) as reply,
+                producer.request("POST", self._request.rel_url.raw_path_qs, self._headers, body) as reply,
             ):
                 found = json.loads(await reply.read()) if reply.status == 200 else None
         except SilentError as error:
             self._replicas.fail(producer, str(error))
             self._counts.silent(producer)
             return
-        except (aiohttp.ClientError, OSError) as error:
-            if self._request.transport is None or self._request.transport.is_closing():
-                raise  # the client has gone
+        except OSError as error:
             self._replicas.fail(producer, f"a prompt could not be computed: {error!r}")
             self._counts.lost(producer)
             return
@@ -202,23 +202,18 @@ class Exchange:
             _RefusedError: it takes no request now.
         """
         try:
-            async with replica.request(
-                self._request.method,
-                self._request.rel_url.raw_path_qs,
-                headers=self._headers,
-                data=self._body_for_rest() if self._request.method == "POST" else None,
-            ) as reply:
+            method, path = self._request.method, self._request.rel_url.raw_path_qs
+            body = self._body_for_rest() if method == "POST" else None
+            async with replica.request(method, path, self._headers, body) as reply:
                 done = await self._take(reply, load)
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except ConnectError as error:
             raise _LostError(f"it cannot be reached: {error}", has_died=False) from error
-        except (aiohttp.ClientError, OSError) as error:
-            if self._request.transport is None or self._request.transport.is_closing():
-                raise  # the client has gone
+        except BrokenReplyError as error:
             raise _LostError(f"a reply broke off: {error!r}", has_died=True) from error
         self._counts.answered(replica)
         return done
 
-    async def _take(self, reply: aiohttp.ClientResponse, load: Load) -> web.StreamResponse:
+    async def _take(self, reply: Reply, load: Load) -> web.StreamResponse:
         """Return a replica's reply; a stream is sent to the client meanwhile."""
         if reply.status in _REFUSALS:
             raise _RefusedError(await self._whole(reply))
@@ -241,29 +236,31 @@ class Exchange:
             return self._body
         return self._body.rstrip()[:-1] + b"," + json.dumps(fields, separators=(",", ":"))[1:].encode()
 
-    async def _whole(self, reply: aiohttp.ClientResponse) -> web.Response:
+    async def _whole(self, reply: Reply) -> web.Response:
         """Return a whole reply."""
         return web.Response(body=await reply.read(), status=reply.status, headers=_without_hops(reply.headers))
 
-    async def _relay(self, reply: aiohttp.ClientResponse, load: Load) -> web.StreamResponse:
+    async def _relay(self, reply: Reply, load: Load) -> web.StreamResponse:
         """Send a stream to the client as it comes, without the comments between its parts."""
         if self._reply is None:
             self._comments = bytearray() if _HEADER in reply.headers else None
-            self._reply = web.StreamResponse(status=reply.status, headers=_without_hops(reply.headers))
+            new = _EventStream if reply.has_part else web.StreamResponse
+            self._reply = new(status=reply.status, headers=_without_hops(reply.headers))
             await self._reply.prepare(self._request)
         elif self._comments is not None:
             self._counts.num_moved += 1
         write, kept = self._reply.write, b""  # it raises ConnectionResetError if the client has gone
-        async for data in reply.content.iter_any():
-            load.heard_s = math.inf
-            if self._comments is None:
-                await write(data)
-            else:
+        while data := await reply.read_any():
+            events = data
+            if self._comments is not None:
                 events, comments, kept = split_at_comments(kept + data)
                 for comment in comments:
                     self._comments += comment + b"\n"
-                if events:
-                    await write(events)
+            if reply.at_end:  # the end leaves with the last part
+                kept = events + kept
+            elif events:
+                load.heard_s = math.inf
+                await write(events)
             load.heard()
         await self._reply.write_eof(kept)
         return self._reply

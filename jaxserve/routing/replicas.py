@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
-from collections.abc import AsyncIterator, Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
-
-import aiohttp
-from yarl import URL
 
 from jaxserve.api.kv_store_config import PRODUCER
 from jaxserve.errors import brief
 from jaxserve.routing.config import RouterConfig
+from jaxserve.routing.upstream import Reply, Upstream
 from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix, Router
 from jaxserve.server.http import KEEP_ALIVE_S
 
@@ -90,10 +88,8 @@ class Replica:
         self.loads = set[Load]()
         self.avoided_until_s = 0.0
         self._recent, self._recent_at_s = 0.0, 0.0
-        self._socket = urlsplit(url).path if url.startswith("unix:") else None
-        self._origin = "http://localhost" if self._socket is not None else url.rstrip("/")
         self._config = config
-        self._session: aiohttp.ClientSession | None = None
+        self._upstream = Upstream(url, config.connect_timeout_s, KEEP_ALIVE_S / 2)  # closed here before the server does
 
     @property
     def recent_tokens(self) -> float:
@@ -105,18 +101,10 @@ class Replica:
         self._recent, self._recent_at_s = self.recent_tokens + num_tokens, time.monotonic()
 
     def request(
-        self, method: str, path: str, **options: Any
-    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        """Send a request; see `aiohttp.ClientSession.request`. `path` is percent-encoded."""
-        if self._session is None:
-            connect_s = self._config.connect_timeout_s
-            self._session = aiohttp.ClientSession(
-                connector=_connector(self._socket),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s),
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-            )
-        return self._session.request(method, URL(self._origin + path, encoded=True), allow_redirects=False, **options)
+        self, method: str, path: str, headers: Iterable[tuple[str, str]] = (), body: bytes | None = None
+    ) -> Reply:
+        """Return a context that sends a request; see `Upstream.request`."""
+        return self._upstream.request(method, path, headers, body)
 
     async def ask(self) -> None:
         """Update `problem` and `report`. A replica that does not answer in time loses its connections."""
@@ -125,12 +113,13 @@ class Replica:
                 problem = await self._ask_ready()
                 if problem is None:
                     async with self.request("GET", "/load") as reply:
-                        if reply.status == 200:
-                            self.report = LoadReport.from_reply(await reply.json(content_type=None))
+                        content = await reply.read()
+                    if reply.status == 200:
+                        self.report = LoadReport.from_reply(json.loads(content))
         except TimeoutError:
             problem = f"it has not answered within {self._config.poll_timeout_s} s"
-            await self.close()  # the requests that it serves continue elsewhere
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+            self.close()  # the requests that it serves continue elsewhere
+        except (OSError, ValueError) as error:
             problem = f"it does not answer: {brief(str(error) or type(error).__name__)}"
         self.set_problem(problem)
 
@@ -138,8 +127,8 @@ class Replica:
         """Return why the replica is not ready; None if it is."""
         for path in ("/ready", "/health"):  # servers of other kinds have only the second
             async with self.request("GET", path) as reply:
+                text = (await reply.read()).decode(errors="replace")
                 if reply.status != 404:
-                    text = await reply.text()
                     return None if reply.status == 200 else f"{path} has status {reply.status}: {brief(text)}"
         return "it has neither /ready nor /health"
 
@@ -152,17 +141,9 @@ class Replica:
                 logger.warning("replica %s gets no requests: %s", self.url, problem)
         self.problem = problem
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Close all connections; requests that the replica serves end as if it had died."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
-
-
-def _connector(path: str | None) -> aiohttp.BaseConnector:
-    """Return connections to a Unix socket's path, or over TCP for None."""
-    options: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEP_ALIVE_S / 2}  # closed here before the server does
-    return aiohttp.TCPConnector(**options) if path is None else aiohttp.UnixConnector(path, **options)
+        self._upstream.close()
 
 
 class Replicas:
@@ -189,7 +170,7 @@ class Replicas:
             poll.cancel()
         await asyncio.gather(*self._polls, return_exceptions=True)
         for replica in self.all:
-            await replica.close()
+            replica.close()
 
     @property
     def has_producer(self) -> bool:
@@ -236,35 +217,17 @@ class Replicas:
         route = self._router.choose(prefix, num_tokens + ROW_CHARGE_TOKENS, only_open=True)
         return None if route is None else (self.all[route.replica], route.num_shared_tokens)
 
-    @contextlib.asynccontextmanager
-    async def serving(self, replica: Replica, prefix: Prefix, num_tokens: int) -> AsyncIterator[Load]:
-        """Count a request on a replica within the context.
+    def serving(self, replica: Replica, prefix: Prefix, num_tokens: int) -> Load:
+        """Return a context within which a request counts on a replica.
 
         Args:
             replica: the replica.
             prefix: sampled prefixes of the prompt.
             num_tokens: prompt tokens that it must compute.
-
-        Raises:
-            SilentError: it has sent nothing for too long.
         """
-        load = Load(replica, num_tokens + ROW_CHARGE_TOKENS)
         replica.note_work(num_tokens + ROW_CHARGE_TOKENS)
-        replica.num_requests += 1
-        replica.loads.add(load)
         self._router.note(replica.index, prefix)
-        try:
-            async with asyncio.timeout(None) as load.limit:
-                yield load
-        except TimeoutError:
-            if not load.limit.expired():
-                raise
-            replica.avoided_until_s = time.monotonic() + self._config.silence_timeout_s
-            raise SilentError(f"it has sent nothing for {self._config.silence_timeout_s} s") from None
-        finally:
-            replica.num_requests -= 1
-            replica.loads.discard(load)
-            load.lower(0)
+        return Load(replica, num_tokens + ROW_CHARGE_TOKENS, self._config.silence_timeout_s)
 
     async def wait_for_ready(self, until_s: float) -> bool:
         """Wait until a replica is ready; return False if none is at `until_s`, in the clock's seconds."""
@@ -281,8 +244,8 @@ class Replicas:
         while True:
             oldest_s = time.monotonic() - self._config.silence_timeout_s
             for load in replica.loads:
-                if load.heard_s < oldest_s and load.limit is not None and not load.limit.expired():
-                    load.limit.reschedule(0.0)
+                if load.heard_s < oldest_s:
+                    load.end()
             was_ready = replica.problem is None
             try:
                 await replica.ask()
@@ -302,22 +265,46 @@ class SilentError(Exception):
 
 
 class Load:
-    """Load that one request adds to a replica.
+    """Load that one request adds to a replica, within this context.
 
     Args:
         replica: the replica.
         num_tokens: the load in tokens.
+        silence_timeout_s: see `RouterConfig`.
 
     Attributes:
         heard_s: monotonic time of the last byte; infinity while the client is waited for.
-        limit: end of the request, set when the replica has been silent for too long; None until it has begun.
     """
 
-    def __init__(self, replica: Replica, num_tokens: int) -> None:
+    def __init__(self, replica: Replica, num_tokens: int, silence_timeout_s: float) -> None:
         self._replica, self._num_tokens = replica, num_tokens
+        self._silence_timeout_s = silence_timeout_s
+        self._limit = asyncio.timeout(None)
         self.heard_s = time.monotonic()
-        self.limit: asyncio.Timeout | None = None
-        replica.load += num_tokens
+
+    async def __aenter__(self) -> Load:
+        """Add the load."""
+        self._replica.load += self._num_tokens
+        self._replica.num_requests += 1
+        self._replica.loads.add(self)
+        await self._limit.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        """Remove the load; SilentError if the replica has been silent for too long."""
+        self._replica.num_requests -= 1
+        self._replica.loads.discard(self)
+        self.lower(0)
+        try:
+            await self._limit.__aexit__(*error)
+        except TimeoutError:
+            self._replica.avoided_until_s = time.monotonic() + self._silence_timeout_s
+            raise SilentError(f"it has sent nothing for {self._silence_timeout_s} s") from None
+
+    def end(self) -> None:
+        """End the request, as the replica is silent."""
+        if not self._limit.expired():
+            self._limit.reschedule(0.0)
 
     def heard(self) -> None:
         """Note that a part of the reply has come, and that the prompt is computed."""
