@@ -93,15 +93,12 @@ def check_stages(config: EngineConfig, arch: ArchConfig) -> None:
     """Raise ConfigError if there are several pipeline stages, and the model has what they do not carry."""
     if config.pipeline_parallel_size == 1:
         return
-    size = config.pipeline_parallel_size
-    for what, is_there, remedy in (
-        ("models that pool", arch.pooler is not None, "take tensor_parallel_size"),
-        ("images", arch.images is not None, 'pass limit_mm_per_prompt={"image": 0} for text only'),
-    ):
-        if is_there:
-            raise ConfigError(
-                f"pipeline_parallel_size must be 1 for {what}, got {size}; {remedy}", about=("pipeline_parallel_size",)
-            )
+    if arch.pooler is not None:
+        raise ConfigError(
+            f"pipeline_parallel_size must be 1 for models that pool, got {config.pipeline_parallel_size}; take "
+            "tensor_parallel_size",
+            about=("pipeline_parallel_size",),
+        )
 
 
 @contextlib.contextmanager

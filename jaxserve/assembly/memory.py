@@ -267,19 +267,17 @@ def encoder_cache_bytes(config: EngineConfig, arch: ArchConfig, dtype: DTypeLike
 
 
 def _encoder_bytes(arch: ArchConfig) -> int:
-    """Return a generous bound on the temporaries of the vision tower's largest program; 0 without images."""
-    if arch.images is None:
+    """Return a generous bound on the temporaries of the vision tower's largest program; 0 without a tower."""
+    if (tower := arch.tower) is None:
         return 0
-    tower = arch.images.tower
     widest = max(spec.token_rows for spec in tower_specs(tower) if spec.is_matrix)
     return 4 * tower.buckets[-1] * (2 * widest + 4 * tower.hidden_size + 2 * tower.patch_size)
 
 
 def _begun_image_bytes(arch: ArchConfig) -> int:
-    """Return a bound on an image's hidden states between two encoded parts; 0 without images."""
-    if arch.images is None:
+    """Return a bound on an image's hidden states between two encoded parts; 0 without a tower."""
+    if (tower := arch.tower) is None:
         return 0
-    tower = arch.images.tower
     return 4 * tower.buckets[-1] * (tower.hidden_size * len({0, *tower.feature_layers}) + tower.head_dim + 4)
 
 

@@ -236,8 +236,8 @@ def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
     """
     if jax.default_backend() != "tpu":
         return params
-    if arch.images is not None:
-        params[VISION] = tower.stacked(params[VISION], arch.images.tower)
+    if arch.tower is not None:
+        params[VISION] = tower.stacked(params[VISION], arch.tower)
     return stack_layers(params, arch.period, num_first=arch.num_first_layers) if decoder.can_scan(arch) else params
 
 

@@ -307,10 +307,10 @@ class Lowering:
 
     def encoders(self) -> dict[str, Lower]:
         """Return functions that trace and lower the vision tower programs, by name; none without images."""
-        if self.arch.images is None:
+        if self.arch.tower is None:
             return {}
         max_embeddings = min(self.schedule.num_encoder_rows, self.schedule.max_model_len)
-        sizes = encoder_buckets(self.arch.images.tower, max_embeddings)
+        sizes = encoder_buckets(self.arch.tower, max_embeddings)
         in_parts = set(self.schedule.sizes_in_parts)
         programs: dict[str, Lower] = {}
         for size in sizes:

@@ -347,8 +347,7 @@ def run_model(
         adapters=adapters,
         axes=tokens.axes,
     )
-    if tokens.image_row is not None:
-        assert state.encoder_cache is not None, "a model that takes images has an encoder cache"
+    if tokens.image_row is not None and state.encoder_cache is not None:  # the first stage has embedded them
         context = dataclasses.replace(context, images=TokenImages(state.encoder_cache, tokens.image_row))
     needs_all = None
     can_leave_out = model.can_leave_out_tokens and state.expert_tokens is None  # tokens are counted in all layers

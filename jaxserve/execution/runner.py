@@ -235,7 +235,7 @@ class Runner:
             self.state, _ = self.programs.writers["compact"](observed, self.state, blob)
         for slot, digest in plan.adapter_loads:
             self._load_adapter(slot, digest)
-        for run in plan.encoder_runs:
+        for run in plan.encoder_runs if self.arch.stage.is_first else ():
             self._encode(run)
         for blob in upload.admissions:
             self.state = self.programs.writers["admit"](self.state, blob)

@@ -141,10 +141,10 @@ def new_slots(vocab_size: int, max_num_seqs: int, max_model_len: int) -> SlotTab
 
 
 def new_encoder_cache(arch: ArchConfig, num_rows: int, dtype: DTypeLike) -> Array | None:
-    """Return an empty encoder cache for `num_rows` embeddings; None if the model takes no images."""
-    if arch.images is None:
+    """Return an empty encoder cache for `num_rows` embeddings; None without a vision tower."""
+    if arch.tower is None:
         return None
-    return jnp.zeros((num_rows, arch.images.tower.row_size), jnp.dtype(dtype))
+    return jnp.zeros((num_rows, arch.tower.row_size), jnp.dtype(dtype))
 
 
 def new_sequences(schedule: ScheduleConfig) -> Sequences:

@@ -19,6 +19,7 @@ from jaxserve.layers.state_forms import StateForm
 from jaxserve.models.image_input import ImageInput
 from jaxserve.models.kv_layout import KVLayout, check_sizes, filled_period, lay_out
 from jaxserve.models.layer_spec import AttentionSpec, LayerOptions, LayerSpec
+from jaxserve.models.vision.arch import VisionArch
 from jaxserve.scheduling.step_costs import TokenChoice
 from jaxserve.weights import Schemes
 
@@ -128,6 +129,16 @@ class ArchConfig:
     def image_token_id(self) -> int | None:
         """Id of the tokens that take images' embeddings; None for text only."""
         return None if self.images is None else self.images.token_id
+
+    @property
+    def tower(self) -> VisionArch | None:
+        """Vision tower; None without images, and in pipeline stages after the first one, which encodes all images."""
+        return self.images.tower if self.images is not None and self.stage.is_first else None
+
+    @property
+    def num_deep_layers(self) -> int:
+        """Number of first layers that get features of images (DeepStack)."""
+        return self.images.num_deep_layers if self.images is not None and self.stage.is_first else 0
 
     @property
     def sees_images(self) -> bool:
@@ -344,9 +355,8 @@ class ArchConfig:
         num_first = is_dense.index(False) if False in is_dense else 0
         is_alike = len({(layer.state, window) for layer, window in zip(self.layers, self.windows, strict=True)}) == 1
         num_first = num_first if is_alike and not any(is_dense[num_first:]) else 0
-        num_deep = 0 if self.images is None else self.images.num_deep_layers
-        assert not num_deep or is_alike, "layers of models with DeepStack are alike"
-        return max(num_first, num_deep)
+        assert not self.num_deep_layers or is_alike, "layers of models with DeepStack are alike"
+        return max(num_first, self.num_deep_layers)
 
     @cached_property
     def period(self) -> int:
@@ -354,7 +364,7 @@ class ArchConfig:
 
         If layers differ in bytes per token, a multiple that fills whole pages, provided that it repeats too.
         """
-        layers = self.layers[self.num_first_layers :]
+        layers = self.layers[self.num_first_layers :] or self.layers[-1:]
         period = next((p for p in range(1, len(layers)) if layers[p:] == layers[:-p]), len(layers))
         return filled_period(layers, period, self.num_devices)
 

@@ -185,8 +185,7 @@ def with_deep_features(
     x: Float[Array, "T D"], arch: ArchConfig, layer: int, tokens: TokenContext
 ) -> Float[Array, "T D"]:
     """Return a layer's outputs, to which tokens of images add the layer's features if it has some (DeepStack)."""
-    num_deep = 0 if arch.images is None else arch.images.num_deep_layers
-    if layer >= num_deep or (images := tokens.images) is None:
+    if layer >= arch.num_deep_layers or (images := tokens.images) is None:
         return x
     return x + jnp.where(images.is_image[:, None], images.features(1 + layer, x.shape[1]).astype(x.dtype), 0)
 

@@ -203,7 +203,7 @@ def family(arch: ArchConfig) -> ModelFamily:
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return one ParamSpec per tensor in a model."""
-    tower = [] if arch.images is None else tower_specs(arch.images.tower)
+    tower = [] if arch.tower is None else tower_specs(arch.tower)
     return [*pooling_heads.pooling_specs(arch, family(arch).param_specs(arch)), *tower]
 
 

@@ -58,14 +58,19 @@ def layer_costs(arch: ArchConfig) -> list[float]:
 def _starts(arch: ArchConfig) -> list[int]:
     """Return the layers at which a stage may begin: later layers must not read what earlier ones make.
 
-    They may read earlier layers' keys and values, or their choice of tokens.
+    They may read earlier layers' keys and values, their choice of tokens, or features of images in the first stage.
     """
     sources = [layer.attention.kv_source if layer.state is None else None for layer in arch.layers]
     first_read = [
         *accumulate((arch.num_layers if each is None or each < 0 else each for each in reversed(sources)), min)
     ][::-1]
     shares = [layer.state is None and layer.attention.shares_choice for layer in arch.layers]
-    return [layer for layer, first in enumerate(first_read) if first >= layer and not shares[layer]]
+    has_features = [0 < layer < arch.num_deep_layers for layer in range(arch.num_layers)]
+    return [
+        layer
+        for layer, first in enumerate(first_read)
+        if first >= layer and not shares[layer] and not has_features[layer]
+    ]
 
 
 def _max_stages(arch: ArchConfig) -> int:

@@ -152,15 +152,20 @@ def test_prompts_end_in_images_in_steps_of_one_token(served: Served) -> None:
 
 @pytest.mark.parametrize("served", ["qwen3_vl", "qwen2_5_vl"], indirect=True)
 def test_images_encoded_in_parts_have_the_outputs_of_transformers(served: Served) -> None:
-    """A row decodes in each step between an image's parts."""
-    engine, [text, *prompts] = served.engine(), [served.pictures.prompt(7)]
+    check_parts(served, served.engine())
+
+
+def check_parts(served: Served, engine: DrivenEngine) -> None:
+    """Assert that images in parts have the outputs of transformers. A row decodes in each step between parts."""
+    text = served.pictures.prompt(7)
     assert engine.schedule.sizes_in_parts
     image = served.pictures.image
-    prompts = [served.pictures.prompt(5, image(1), 9), served.pictures.prompt(3, image(2), 2, image(3), 3)]
+    prompts = [served.pictures.prompt(5, image(11), 9), served.pictures.prompt(3, image(12), 2, image(13), 3)]
     decoding = engine.add_request("text", text[0], SamplingParams(**{**GREEDY, "max_tokens": 60}))
     while not decoding.outputs[0].token_ids:
         engine.step()
     runner: Any = engine.replicas[0].executor
+    runner = getattr(runner, "stages", [runner])[0]
     encode, runs = runner._encode, list[Any]()
     runner._encode = lambda run: (runs.append(run), encode(run))
     try:

@@ -191,8 +191,8 @@ def abstract_params(
         return row_format.weight(*(_tensor(leaf.shape, leaf.dtype, leaf.axes, mesh) for leaf in leaves))
 
     params: Params = build_tree(registry.param_specs(arch.local(num_devices)), tensor)
-    if is_stacked and arch.images is not None:
-        params[VISION] = tower.stacked(params[VISION], arch.images.tower, _stacked)
+    if is_stacked and arch.tower is not None:
+        params[VISION] = tower.stacked(params[VISION], arch.tower, _stacked)
     return stack_layers(params, arch.period, _stacked, num_first=arch.num_first_layers) if is_stacked else params
 
 

@@ -4,18 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_pictures import Served, num_encoded
+from tests.e2e.test_pictures import Served, check_parts, num_encoded
 
 
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
-def test_outputs_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """M-RoPE with DeepStack, and images whose tokens see each other."""
+def test_outputs_are_those_of_transformers(name: str, option: str, tmp_path: Path) -> None:
+    """M-RoPE with DeepStack, and images whose tokens see each other; then images that are encoded in parts."""
     served = Served(tmp_path, name)
     image, prompt = served.pictures.image, served.pictures.prompt
     prompts = [prompt(7), prompt(5, image(1), 9), prompt(3, image(2), 2, image(3), 3)]
-    outputs = served.run(prompts, served.engine(num_pages=200, tensor_parallel_size=2))
-    for each, output in zip(prompts, outputs, strict=True):
+    engine = served.engine(num_pages=200, encoder_cache_size=128, **{option: 2})
+    for each, output in zip(prompts, served.run(prompts, engine), strict=True):
         served.check(each, output)
+    if engine.schedule.sizes_in_parts:
+        check_parts(served, engine)
 
 
 def test_data_parallel_attention_changes_no_output(tmp_path: Path) -> None:
