@@ -7,8 +7,15 @@ import pytest
 from tests.e2e.test_pictures import Served, check_parts, num_encoded
 
 
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        ("qwen3_vl", "tensor_parallel_size"),
+        ("qwen3_vl", "pipeline_parallel_size"),
+        ("gemma3", "tensor_parallel_size"),
+        pytest.param("gemma3", "pipeline_parallel_size", marks=pytest.mark.full),
+    ],
+)
 def test_outputs_are_those_of_transformers(name: str, option: str, tmp_path: Path) -> None:
     """M-RoPE with DeepStack, and images whose tokens see each other; then images that are encoded in parts."""
     served = Served(tmp_path, name)
