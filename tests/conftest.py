@@ -35,6 +35,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests import oracles, random_runs, type_checks
 from tests.cost_report import CostReport
+from tests.redis_server import RedisServer
 
 type_checks.install()  # must precede the import of jaxserve
 # The modules that tests import leave millions of objects, which the collector would go through every few seconds.
@@ -128,6 +129,14 @@ def old_programs_forgotten() -> Iterator[None]:
     if mappings.are_many():
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start a Redis server, and return its address."""
+    folder = tmp_path_factory.mktemp("redis")
+    with RedisServer(folder):
+        yield f"unix:{folder}/socket"
 
 
 @pytest.fixture

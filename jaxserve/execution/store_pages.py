@@ -34,6 +34,7 @@ Found = Sequence[bool] | None  # for each key whether the store has it; None if 
 
 MAX_UNWRITTEN_PAGES = 1024  # pages that wait to be written; with more, pages are not stored
 MAX_DAMAGED_PAGES = 4096  # damaged pages that a consumer remembers
+DAMAGED_S = 60.0  # time for which it does not ask for one, unless it is missing meanwhile: producers write it again
 SKIP_S = 10.0  # time for which a store that has not answered is not asked
 SYNC_S = 30.0  # maximum time to wait until all pages are written
 CLOSE_S = 10.0  # the same before the engine ends
@@ -76,7 +77,7 @@ class StorePages:
         self._unwritten: dict[PageKey, Page] = {}
         self._num_unwritten = 0  # pages that wait to be written, of earlier weights too
         self._gives_up = False  # True after a close without time for the pages that wait
-        self._damaged: dict[str, None] = {}  # names of pages that are not intact, the latest last
+        self._damaged: dict[str, float] = {}  # names of damaged pages, the latest last, and when they are read again
         self._tickets, self._waiting = count(), dict[int, Awaited]()
         self._progress_s, self._skip_until_s = 0.0, 0.0  # time of the last answer; when the store is asked again
         self._read_s = self._measured_s = 0.0  # mean time to read a page; when the last read has ended
@@ -113,10 +114,17 @@ class StorePages:
             return [False] * len(keys)
         store, seal = self._current
         names = [seal.name(key) for key in keys]
-        return [
-            (found and name not in self._damaged) or key in self._unwritten
-            for key, name, found in zip(keys, names, store.has(names), strict=True)
-        ]
+        found = store.has(names)
+        if self._damaged:
+            found = [self._is_readable(name, is_there) for name, is_there in zip(names, found, strict=True)]
+        return [is_there or key in self._unwritten for key, is_there in zip(keys, found, strict=True)]
+
+    def _is_readable(self, name: str, is_there: bool) -> bool:
+        """Return whether to read a page that may have been found damaged; on a thread."""
+        with counting:
+            if not is_there:
+                self._damaged.pop(name, None)
+            return is_there and self._damaged.get(name, 0.0) <= time.monotonic()
 
     # A medium's methods
 
@@ -291,7 +299,8 @@ class StorePages:
         with counting:
             self._stats.num_corrupt_pages += 1
             if not self._writes:  # producers delete it
-                self._damaged[name] = None
+                self._damaged.pop(name, None)
+                self._damaged[name] = time.monotonic() + DAMAGED_S
                 if len(self._damaged) > MAX_DAMAGED_PAGES:
                     del self._damaged[next(iter(self._damaged))]
         return None

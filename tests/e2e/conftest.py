@@ -54,6 +54,20 @@ def oracle(llama: Path) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(llama).eval()
 
 
+@pytest.fixture
+def share(llama: Path, tmp_path: Path) -> Iterator[Start]:
+    """Start engines that share pages in a directory of the test, or in a given store, until the test ends."""
+    with contextlib.ExitStack() as stack:
+
+        def share(store: Any = None, **options: Any) -> DrivenEngine:
+            own = {"skip_tokenizer_init": True, "kv_store": store or str(tmp_path / "store")}
+            engine = DrivenEngine(EngineConfig(**{"model": str(llama), **own, **SIZES, **options}))
+            stack.callback(engine.close)
+            return engine
+
+        yield share
+
+
 @pytest.fixture(scope="session")
 def engines() -> dict[tuple[tuple[str, Any], ...], DrivenEngine]:
     """Return the engines started so far, by their options."""

@@ -13,7 +13,7 @@ import pytest
 from jaxserve.api.kv_store_config import KVStoreConfig
 from jaxserve.api.metrics import EngineStats
 from jaxserve.execution.page_bytes import PageBytes
-from jaxserve.execution.store_pages import StorePages
+from jaxserve.execution.store_pages import DAMAGED_S, StorePages
 from jaxserve.scheduling.kv_cache.shared_store import DirectoryStore, Seal
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey
 
@@ -46,7 +46,8 @@ def contents(path: Path) -> dict[Path, tuple[bytes, int]]:
     return {each: (each.read_bytes(), each.stat().st_mtime_ns) for each in path.rglob("*.page")}
 
 
-def test_producers_delete_damaged_pages_and_consumers_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sees_deletion", [False, True])
+def test_producers_write_damaged_pages_again_and_consumers_read_these(tmp_path: Path, sees_deletion: bool) -> None:
     store, _ = opened(tmp_path)
     put_all(store)
     store.close()
@@ -60,16 +61,24 @@ def test_producers_delete_damaged_pages_and_consumers_nothing(tmp_path: Path) ->
     found = [answer(consumer.get, key) for key in KEYS]
     assert [page is None for page in found].count(True) == consumed.num_corrupt_pages == 3
     assert contents(tmp_path) == before
-    assert answer(consumer.find, KEYS) == [page is not None for page in found], "it does not read them again"
-    consumer.close()
+    intact = [page is not None for page in found]
+    assert answer(consumer.find, KEYS) == intact, "it does not read them again"
     producer, produced = opened(tmp_path)
     for index, key in enumerate(KEYS):
         page = answer(producer.get, key)
         assert page is None or page[0].tolist() == [index] * 64
     assert len(contents(tmp_path)) == len(KEYS) - 3
+    if sees_deletion:
+        assert answer(consumer.find, KEYS) == intact
     put_all(producer)
     producer.close()
     assert (len(contents(tmp_path)), produced.num_stored_pages) == (len(KEYS), 3)
+    if not sees_deletion:
+        assert answer(consumer.find, KEYS) == intact
+        consumer._damaged = {name: read_again_s - DAMAGED_S for name, read_again_s in consumer._damaged.items()}
+    assert all(answer(consumer.find, KEYS))
+    assert [answer(consumer.get, key)[0][0] for key in KEYS] == [*range(len(KEYS))]
+    consumer.close()
 
 
 @pytest.mark.parametrize("hangs", [False, True])
