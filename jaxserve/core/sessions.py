@@ -36,7 +36,7 @@ MAX_TURNS = 4096  # conversations whose latest turn is remembered
 MAX_TOKENS = 2**24  # tokens in these, of up to 40 bytes each
 MAX_PATCH_BYTES = 2**29  # patches of their images
 MAX_NAME_LEN = 256
-_VERSION = 1
+_VERSION = 2
 RESTORING = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # parameters for `Session.prompt`
 
 
@@ -215,7 +215,7 @@ class Sessions:
         """
         path = self._path(name, session.tenant)
         saved = replace(session, name=name, created_s=time.time())
-        content = json.dumps({"version": _VERSION, **_to_json(saved)}).encode()
+        content = _pack(saved)
         patches = session_images.pack_patches(session.images) if session.images else b""
         with self._writing:
             try:
@@ -333,18 +333,24 @@ def _drop_patches(path: Path, kept: Session | None = None) -> None:
             each.unlink(missing_ok=True)
 
 
-def _to_json(session: Session) -> dict[str, Any]:
-    """Return a session's fields in types that JSON has."""
+def _pack(session: Session) -> bytes:
+    """Return a session's file: its fields as JSON, and their checksum, as a flipped bit may be another valid token."""
     content = {field.name: getattr(session, field.name) for field in fields(session)}
-    return content | {"images": list(map(session_images.to_json, session.images))}
+    text = json.dumps(content | {"images": list(map(session_images.to_json, session.images))})
+    return json.dumps({"version": _VERSION, "checksum": _checksum(text), "session": text}).encode()
+
+
+def _checksum(text: str) -> str:
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _read(path: Path) -> Session | None:
-    """Return the session in a file; None if there is none, or another version's."""
+    """Return the session in a file; None if there is none, it is damaged, or it is another version's."""
     try:
-        content: Any = json.loads(path.read_bytes())
-        if content.pop("version") != _VERSION:
+        file: Any = json.loads(path.read_bytes())
+        if (file["version"], file["checksum"]) != (_VERSION, _checksum(file["session"])):
             return None
+        content: Any = json.loads(file["session"])
         images = tuple(session_images.from_json(*each) for each in content.pop("images", ()))
         return Session(**content, images=images)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

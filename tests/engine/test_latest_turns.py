@@ -55,6 +55,20 @@ def test_other_files_are_no_sessions(tmp_path: Path) -> None:
         assert sessions.list() == []
 
 
+def test_a_file_with_a_flipped_bit_is_no_session(tmp_path: Path) -> None:
+    """Most would be another valid token."""
+    sessions, session = Sessions(tmp_path), Session("a", [*range(100, 120)], "salt")
+    saved = sessions.write(session, "a")
+    assert sessions.read("a") == saved
+    path = sessions._path("a", "")
+    content = path.read_bytes()
+    for index in range(len(content)):
+        path.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :])
+        with pytest.raises(UnknownSessionError):
+            sessions.read("a")
+        assert sessions.list() == []
+
+
 def test_each_owner_saves_up_to_the_quota(tmp_path: Path) -> None:
     sessions = Sessions(tmp_path, SessionQuota(max_sessions=2, max_bytes=1000))
     session = Session("a", [1] * 50, "")
