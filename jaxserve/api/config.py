@@ -152,8 +152,10 @@ class EngineConfig:
             is smaller, and a warning reports this.
         enable_prefix_caching: share pages between requests with a common prefix.
         kv_offloading_size: host memory in GiB in which each replica keeps pages that device memory has no capacity
-            for. Pages are copied there when they are complete, and back when a prompt begins with their tokens. None or
-            0 keeps none. On a CPU a larger pool (`num_pages`) is better.
+            for. Pages are copied there when they are complete, and back when a prompt begins with their tokens. None is
+            8 on accelerators, less with many replicas or on a machine with less than 64 GiB of memory, and 0 if another
+            option or the model supports no pages there; 0 keeps none. On a CPU None is 0, as a larger pool
+            (`num_pages`) is better.
         kv_offloading_path: directory in which cached pages are kept on disk, with one file per engine. Pages are copied
             there, after host memory if both are used, and back when a prompt begins with their tokens, also after a
             crash or in a later engine with the same weights and page layout. It holds keys and values of users'

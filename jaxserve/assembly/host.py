@@ -6,6 +6,7 @@ process.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
@@ -14,13 +15,15 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+import jax
+
 from jaxserve.api.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.assembly.adapter_store import AdapterStore
 from jaxserve.assembly.build import build_executors, check_sizes, naming_exhaustion
 from jaxserve.assembly.device_state import Devices, NewWeights
 from jaxserve.assembly.lock_step import fail_others, follow, require_same_options
 from jaxserve.assembly.memory import claim_memory
-from jaxserve.assembly.page_tiers import build_movers, check_model, new_lookups, shared_pages
+from jaxserve.assembly.page_tiers import build_movers, check_model, new_lookups, shared_pages, with_host_tier
 from jaxserve.assembly.parameters import adapter_layout
 from jaxserve.assembly.peer_adapters import FollowerAdapters, OtherProcesses
 from jaxserve.assembly.weights_content import WeightsContent
@@ -40,6 +43,7 @@ from jaxserve.execution.page_mover import PageMover
 from jaxserve.execution.pipeline import Pipeline
 from jaxserve.execution.roofline import Device, describe_device
 from jaxserve.execution.runner import Runner
+from jaxserve.system.machine_memory import container_bytes
 from jaxserve.system.meter import find_meter
 
 if TYPE_CHECKING:
@@ -52,6 +56,8 @@ if TYPE_CHECKING:
     from jaxserve.scheduling.executor_protocol import Executor
     from jaxserve.scheduling.kv_cache.prefix_hashes import CachedSequence
     from jaxserve.scheduling.schedule_config import ScheduleConfig
+
+logger = logging.getLogger(__name__)
 
 
 class CoreHost:
@@ -84,9 +90,14 @@ class CoreHost:
         new_chooser: type[StepChooser] = StepChooser,
     ) -> None:
         claim_memory(config)
+        self.peers, given = processes.joined_role() if executors is None else None, config
+        if executors is None:
+            is_distributed = self.peers is not None
+            config = with_host_tier(
+                given, arch, jax.default_backend(), float(container_bytes()), is_distributed=is_distributed
+            )
         check_sizes(config, arch)
         self.stats = EngineStats()
-        self.peers = processes.joined_role() if executors is None else None
         if self.peers is not None:
             self.peers.require_free()
             require_same_options(config, self.peers)
@@ -100,7 +111,14 @@ class CoreHost:
         stages = [executor.stages for executor in executors if isinstance(executor, Runner | Pipeline)]
         self.devices = Devices(config, arch, stages, content)
         self.schedule, devices = executors[0].schedule, self.devices
-        movers = build_movers(config, executors, self.stats, lambda: devices.content)
+        try:
+            movers = build_movers(config, executors, self.stats, lambda: devices.content)
+        except jax.errors.JaxRuntimeError as error:
+            if config == given:
+                raise
+            logger.warning("no KV pages are kept in host memory, as the device cannot copy them there: %s", error)
+            config = given
+            movers = build_movers(config, executors, self.stats, lambda: devices.content)
         self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, movers)
         records = [_recorder(self.peers, self._logs[i : i + 1]) for i in range(len(executors))]
         meter = find_meter(config.energy_meter, describe_device().platform)

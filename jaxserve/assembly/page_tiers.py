@@ -38,6 +38,34 @@ from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 logger = logging.getLogger(__name__)
 
+# Host memory that pages take by default: a replica's, that of all replicas, and the fraction of the machine's. XLA
+# allows 64 GiB of pinned memory, which other copies need too.
+DEFAULT_HOST_GIB, DEFAULT_TOTAL_GIB, DEFAULT_HOST_FRACTION = 8.0, 32.0, 1 / 8
+
+
+def with_host_tier(
+    config: EngineConfig, arch: ArchConfig, platform: str, memory_bytes: float, *, is_distributed: bool = False
+) -> EngineConfig:
+    """Return options that keep pages in host memory, which is the default on accelerators that support it.
+
+    Args:
+        config: engine options.
+        arch: sizes of the model.
+        platform: platform of the devices.
+        memory_bytes: memory of the host.
+        is_distributed: True in a run over several processes.
+    """
+    total_gib = min(DEFAULT_TOTAL_GIB, DEFAULT_HOST_FRACTION * memory_bytes / 2**30)
+    size_gib = min(DEFAULT_HOST_GIB, total_gib / config.data_parallel_size)
+    if config.kv_offloading_size is not None or platform == "cpu" or size_gib < 1:
+        return config
+    try:
+        tiered = replace(config, kv_offloading_size=size_gib)
+        check_model(tiered, arch, is_distributed=is_distributed)
+    except ConfigError:  # other options or the model support no tier
+        return config
+    return tiered
+
 
 def check_model(config: EngineConfig, arch: ArchConfig, *, is_distributed: bool) -> None:
     """Raise ConfigError if lower tiers are requested and cannot be used.

@@ -4,23 +4,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import given
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly import host, page_tiers
 from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.assembly.generation_defaults import build_arch
+from jaxserve.assembly.page_tiers import with_host_tier
 from jaxserve.errors import ConfigError
 from jaxserve.execution.page_media import HostPages
 from jaxserve.execution.page_mover import PageMover
 from tests.e2e.conversations import conversations
 from tests.e2e.sizes import SIZES
-from tests.e2e.workloads import Job, assert_same, few_but_rich, jobs
+from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, tokens
 from tests.e2e.workloads import run as run_all
+from tests.soon_compiled import few_programs
 
 pytestmark = pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
 
 Start = Callable[..., DrivenEngine]
 MIB = 2.0**-10  # GiB
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 @given(jobs=jobs(aborts=True))
@@ -60,9 +67,9 @@ def test_pages_that_leave_host_memory_come_back_from_disk(
     assert num_computed <= num_new + 4 * 3 * SIZES["page_size"]
     mover = engine.replicas[0].mover
     assert isinstance(mover, PageMover)
-    host = mover.media[0]
-    assert isinstance(host, HostPages)
-    assert 0 < len(host._pages) <= num_host_pages
+    pages = mover.media[0]
+    assert isinstance(pages, HostPages)
+    assert 0 < len(pages._pages) <= num_host_pages
     assert not engine.replicas[0].scheduler.has_moves, "an idle engine starts no moves"
     engine.check_integrity()
     engine.close()
@@ -71,6 +78,56 @@ def test_pages_that_leave_host_memory_come_back_from_disk(
     engine.close()
     assert answers == expected
     assert num_computed < num_new, "also the first turns come from disk"
+
+
+@pytest.mark.parametrize("can_copy", [True, False])
+def test_accelerators_keep_pages_in_host_memory_by_default(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, can_copy: bool
+) -> None:
+    """The default's engine is one with that size; a device that cannot copy pages serves without them."""
+    monkeypatch.setattr(host, "with_host_tier", lambda *args, **options: with_host_tier(*args[:2], "gpu", 2.0**34))
+    if not can_copy:
+
+        def fail(*_: Any) -> PageMover:
+            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such memory")
+
+        monkeypatch.setattr(page_tiers, "PageMover", fail)
+    with few_programs():
+        engine = DrivenEngine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES))
+    mover = engine.replicas[0].mover
+    assert (mover is not None) == can_copy
+    assert ("no KV pages are kept in host memory" in caplog.text) != can_copy
+    if can_copy:
+        assert isinstance(mover, PageMover)
+        (tier,) = mover.new_tiers()
+        assert (tier.name, tier.num_pages) == ("host", 2 * 2**30 // (2 * 4 * 4 * 16 * 4))
+    assert len(generate(engine, [tokens(9, 1)], GREEDY)[0].outputs[0].token_ids) == 4
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "gib", "size"),
+    [
+        ({}, "gpu", 512, 8),
+        ({}, "tpu", 32, 4),
+        ({}, "tpu", 7.9, None),
+        ({}, "cpu", 512, None),
+        ({"data_parallel_size": 8}, "gpu", 512, 4),
+        ({"kv_offloading_size": 0}, "gpu", 512, 0),
+        ({"kv_offloading_size": 3}, "gpu", 512, 3),
+        ({"kv_store": "/tmp"}, "gpu", 512, 8),
+        ({"enable_prefix_caching": False}, "gpu", 512, None),
+        ({"sparse_attention": {"method": "quest", "budget": 64}}, "gpu", 512, None),
+        ({"kv_eviction": {"method": "snapkv", "budget": 64}}, "gpu", 512, None),
+        ({"enable_dp_attention": True, "tensor_parallel_size": 2, "expert_parallel_size": 2}, "gpu", 512, None),
+    ],
+)
+def test_the_default_size_depends_on_the_machine(
+    llama: Path, options: dict[str, Any], platform: str, gib: float, size: float | None
+) -> None:
+    config, arch = EngineConfig(str(llama), **options), build_arch(EngineConfig(str(llama)))
+    assert with_host_tier(config, arch, platform, gib * 2.0**30).kv_offloading_size == size
+    assert with_host_tier(config, arch, platform, gib * 2.0**30, is_distributed=True) == config
 
 
 def test_useless_sizes_are_refused(llama: Path) -> None:

@@ -67,7 +67,10 @@ def test_host_memory_is_counted_over_all_devices(model: str, target: str, page_b
     assert plan.host.request_bytes(plan.schedule) == plan.schedule.max_model_len * page_bytes + state_bytes
     assert "host memory        68.72 GB for pages: " in render(plan)
     assert build_report(plan)["host_bytes"] == 64 * 2**30
-    assert plan_of(model, target).host is None
+    by_default = plan_of(model, target).host
+    assert by_default is not None
+    assert by_default.size == 8 * 2**30
+    assert plan_of(model, target, kv_offloading_size=0).host is None
 
 
 def test_compiler_estimates_are_shown_if_there_are_any() -> None:

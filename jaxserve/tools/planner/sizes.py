@@ -27,6 +27,7 @@ from jaxserve.assembly.memory import (
     state_bytes,
     tree_bytes,
 )
+from jaxserve.assembly.page_tiers import with_host_tier
 from jaxserve.assembly.parameters import compute_dtype, matrix_dtype, not_packed
 from jaxserve.errors import ConfigError
 from jaxserve.execution.state import abstract_state
@@ -160,6 +161,7 @@ class Sizes:
         """
         name, arch = read_model(config.model, with_images=read_max_images(config.limit_mm_per_prompt) > 0)
         config = resolve_quantization(config, arch)
+        config = with_host_tier(config, arch, target.platform, math.inf)
         max_len = config.max_model_len or arch.max_position
         arch = arch.within(max_len).with_page_budget(config.page_budget, max_len)
         arch = arch.divided(target.num_devices, config.expert_parallel_size, config.num_data_shards)
