@@ -181,8 +181,9 @@ class EngineConfig:
         step_ahead: plan and dispatch a step before the tokens of the previous step are read.
         count_expert_tokens: count the tokens per MoE expert and layer, in the step statistics.
         multi_step: maximum decode steps in one dispatch while no waiting request could join; 1 disables it. "auto"
-            measures whether several are faster, and limits a dispatch to about 10 ms; a new request may have to wait
-            for two. It is off with compile_ahead="minimal".
+            measures whether several are faster, and limits a dispatch to about 10 ms soon after a prompt, and to a
+            fifth of the time since then or 40 ms later; a new request may have to wait for two. It is off with
+            compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" compiles the largest first,
             then the smallest, on accelerators both together, and the others while serving, after 5 s or when 8 steps
             have lacked one, so that a short run compiles nothing else; "minimal" compiles only those two. A request

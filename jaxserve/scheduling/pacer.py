@@ -3,7 +3,8 @@
 A dispatch with several steps saves the host's work between steps and program start-up, but a request that arrives
 meanwhile must wait for it and for the dispatch planned after it. Which effect dominates depends on device, model, host
 and other load. Single plain steps, dispatches with several steps, and rounds with each draft length are therefore
-dispatch kinds, timed while serving.
+dispatch kinds, timed while serving. The longer no prompt has been computed, the longer a dispatch of the best kind may
+take: requests arrive rarely then, and slow devices run several steps too.
 
 A round with k drafted tokens yields E(k) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k tokens per row. Here a_i is the
 probability that draft token i is accepted if all earlier ones were. For all a_i = p, E(k) = (1 - p^(k+1)) / (1 - p)
@@ -41,7 +42,9 @@ from numpy.typing import NDArray
 from jaxserve.scheduling.step_plan import StepShape
 from jaxserve.scheduling.step_time import FRESH, SEVERAL, SINGLE, STRETCH, StepTime
 
-DISPATCH_S = 0.010  # maximum time per dispatch; a new request may wait for two dispatches
+DISPATCH_S = 0.010  # maximum time per dispatch soon after a prompt; a new request may wait for two dispatches
+QUIET_DISPATCH_S = 0.040  # the same if no prompt was computed for long
+QUIET_FRACTION = 0.2  # maximum time per dispatch between the two, as a fraction of the time since the latest prompt
 DECAY = 0.95  # factor on a round's acceptance weight with each later round
 PRIOR_ROUNDS = 4.0  # weight, in rounds, of the overall acceptance in a single request's estimate
 FIRST_ROUNDS = 2  # rounds per dispatch before any time is known
@@ -137,8 +140,8 @@ class Pacer:
         max_drafts: maximum tokens drafted in a round, K.
         num_slots: slots of the device state.
         adaptive: True to choose by measurements; otherwise always draft K tokens if drafts are possible.
-        dispatch_s: maximum total time of a dispatch's rounds; infinite for the maximum number of rounds, with a single
-            kind of plain dispatch.
+        dispatch_s: maximum total time of a dispatch's rounds soon after a prompt; infinite for the maximum number of
+            rounds, with a single kind of plain dispatch.
 
     Attributes:
         acceptance: counts of drafted and accepted tokens, updated by the caller.
@@ -162,6 +165,7 @@ class Pacer:
         # program and kind of the dispatch that ended last, and whether it was a scout
         self._last: tuple[StepShape, int, bool] | None = None
         self._now_s = 0.0
+        self._quiet_since_s = math.inf  # end of the first dispatch since other work ran, if one has ended
         self._probe: _Probe | None = None
         self._again: tuple[StepShape, int] | None = None  # program and max_steps of a choice that cannot change yet
         self._is_probe = False  # the latest choice is a dispatch of the probe
@@ -186,7 +190,8 @@ class Pacer:
             kind, is_measured = self._max_drafts, True
         elif chances is not None or (self._is_timed and max_steps > 1):
             kind, is_measured = self._best(program, chances, max_steps)
-        num_rounds = self._num_rounds(program, kind, max_steps)
+        limit_s = self._dispatch_s if is_measured else self._limit_s  # kinds that may be worse lose little
+        num_rounds = self._num_rounds(program, kind, max_steps, limit_s)
         self._again = (program, max_steps) if chances is None and num_rounds == 1 and not is_measured else None
         if kind <= 0 or chances is None:
             return np.zeros(len(slots), np.int64), num_rounds
@@ -266,6 +271,7 @@ class Pacer:
                     self.acceptance.fade(SURPRISE)
                     self._probe = _Probe(program, probe.kind, SCOUT, PROBES)
         if last is None:
+            self._quiet_since_s = end_s
             return
         for purpose, fraction in PROBE_FRACTION.items():
             earned_s = (RARE_FRACTION if purpose == DRAFTS and times.has_scouts else fraction) * seconds
@@ -278,6 +284,13 @@ class Pacer:
     def pause(self) -> None:
         """Give up the current probe, and do not time the dispatch that ends next, because other work ran."""
         self._last = self._probe = None
+        self._quiet_since_s = math.inf
+
+    @property
+    def _limit_s(self) -> float:
+        """Maximum total time of the next dispatch's rounds."""
+        quiet_s = self._now_s - self._quiet_since_s
+        return max(self._dispatch_s, min(QUIET_FRACTION * quiet_s, QUIET_DISPATCH_S))
 
     def _kind(self, num_drafts: int, num_rounds: int) -> int:
         """Return the kind of a dispatch: its draft length, or for 0 SINGLE or SEVERAL by its number of rounds."""
@@ -292,11 +305,11 @@ class Pacer:
             max_steps: maximum steps of a plain dispatch.
         """
         times, drafts = self._step_time.dispatches(program), self._max_drafts if chances is not None else 0
-        has_several = self._is_timed and max_steps > 1 and times.step_s <= self._dispatch_s / 2
+        has_several = self._is_timed and max_steps > 1 and times.step_s <= self._limit_s / 2
         plain = [SINGLE, SEVERAL] if has_several else [SINGLE]
         kinds = dict.fromkeys([*plain, drafts, max(drafts // 2, 1)]) if drafts else plain
         for kind in kinds:
-            if not times.is_tried(kind, self._num_rounds(program, kind, max_steps)):
+            if not times.is_tried(kind, self._num_rounds(program, kind, max_steps, self._dispatch_s)):
                 return kind, True
         usual = min(plain, key=times.round_s)
         usual_s, best_drafts = times.round_s(usual), 0
@@ -336,8 +349,8 @@ class Pacer:
         self._is_probe = True
         return self._probe.kind, True
 
-    def _num_rounds(self, program: StepShape, kind: int, max_steps: int) -> int:
-        """Return the maximum rounds of a dispatch of this kind; for plain kinds, at most `max_steps`."""
+    def _num_rounds(self, program: StepShape, kind: int, max_steps: int, limit_s: float) -> int:
+        """Return the maximum rounds of a dispatch of this kind in `limit_s`; for plain kinds, at most `max_steps`."""
         limit = program.num_rounds if kind > 0 else max_steps
         if not self._is_timed:
             return limit
@@ -347,4 +360,4 @@ class Pacer:
         round_s = times.guess_s(kind) if kind > 0 else max(times.step_s, min(times.several_s))
         if math.isinf(round_s):
             return min(limit, FIRST_ROUNDS)
-        return min(limit, max(int(self._dispatch_s / round_s), 1 if kind > 0 else 2))
+        return min(limit, max(int(limit_s / round_s), 1 if kind > 0 else 2))

@@ -184,7 +184,7 @@ def test_text_streams_in_clumps(llama: Path, llm: LLM, engines: dict[Any, Driven
 def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways are tried; whichever wins, the tokens are those of single steps."""
     monkeypatch.setattr(step_chooser, "DISPATCH_S", 10.0)  # however slow the machine is
-    monkeypatch.setattr(Pacer, "_num_rounds", lambda _, program, kind, most: 1 if kind == SINGLE else 5)
+    monkeypatch.setattr(Pacer, "_num_rounds", lambda _, program, kind, most, limit_s: 1 if kind == SINGLE else 5)
     params = replace(SAMPLED, max_tokens=60)
     (expected,) = generate(start(), [tokens(3, 0)], params)
     engine = start(**ONE_ROW | {"multi_step": "auto", "compile_ahead": "all", "max_num_batched_tokens": 2})

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.api.config import MAX_STEPS, EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.scheduling.pacer import DISPATCH_S, PLAIN, PROBE_FRACTION, Pacer
+from jaxserve.scheduling.pacer import DISPATCH_S, PLAIN, PROBE_FRACTION, QUIET_DISPATCH_S, QUIET_FRACTION, Pacer
 from jaxserve.scheduling.step_plan import StepShape
 from jaxserve.scheduling.step_time import SEVERAL, SINGLE, STRETCH, StepTime
 
@@ -50,7 +50,7 @@ def test_several_steps_stay_if_they_are_faster():
     several = [5] * (1 + STRETCH[SEVERAL])  # predicted by the time of single steps
     assert trial == TRIAL * [1] + several + STRETCH[SEVERAL] * [6]
     clock.run(FIRST_PROBES)
-    assert clock.run(50).count(6) >= 50 - PROBE_OF_SINGLE
+    assert clock.run(50).count(26) >= 50 - PROBE_OF_SINGLE
 
 
 def test_several_steps_are_given_up_if_they_are_slower():
@@ -121,15 +121,37 @@ def test_samples_are_of_one_kind_though_prompts_come_between() -> None:
 
 @pytest.mark.parametrize("step_s", [1e-5, 0.001, 0.004])
 def test_no_dispatch_takes_longer_than_its_bound(step_s):
-    lengths = Clock(Pacer(StepTime()), 1.1 * step_s, step_s).run(100)
-    assert 1 < max(lengths) <= min(DISPATCH_S / step_s, MAX_STEPS)
+    clock, lengths = Clock(Pacer(StepTime()), 1.1 * step_s, step_s), []
+    for _ in range(400):
+        limit_s = max(DISPATCH_S, min(QUIET_FRACTION * clock.now, QUIET_DISPATCH_S))
+        lengths += clock.run(1)
+        assert lengths[-1] <= max(1.0, limit_s / step_s)
+    assert max(lengths) == min(QUIET_DISPATCH_S / step_s, MAX_STEPS)
+
+
+def test_dispatches_are_short_after_a_prompt() -> None:
+    clock = Clock(Pacer(StepTime()), 0.0021, 0.0019)
+    assert max(clock.run(FIRST_PROBES)) == 21
+    clock.pacer.pause()
+    assert 1 < max(clock.run(5)) <= DISPATCH_S / 0.0019
+    clock.run(FIRST_PROBES)
+    assert max(clock.run(50)) == 21
+
+
+def test_steps_longer_than_half_a_dispatch_are_joined_only_in_quiet_times() -> None:
+    clock = Clock(Pacer(StepTime()), 0.012, 0.009)
+    assert set(clock.run(8)) == {1}
+    clock.run(FIRST_PROBES)
+    assert median(clock.run(21)) == 4
+    clock.pacer.pause()
+    assert set(clock.run(8)) == {1}
 
 
 def test_dispatches_get_shorter_as_steps_get_longer():
     clock = Clock(Pacer(StepTime()), 0.0021, 0.0019)
-    assert clock.run(FIRST_PROBES)[-1] == 5
+    assert clock.run(FIRST_PROBES)[-1] == 21
     clock.multi_step_s = 0.0039
-    assert max(clock.run(50)[PROBE_OF_SINGLE + 1 + STRETCH[SEVERAL] :]) == 2
+    assert max(clock.run(50)[PROBE_OF_SINGLE + 1 + STRETCH[SEVERAL] :]) == 10
 
 
 def test_an_end_seen_late_makes_no_dispatch_longer():
@@ -140,7 +162,7 @@ def test_an_end_seen_late_makes_no_dispatch_longer():
         late_s = 0.005 if num_steps > 1 and index % 5 == 0 else 0.0
         pacer.launched(0, num_steps)
         pacer.ended(PROGRAM, 0, num_steps, num_steps, float(num_steps), now + late_s)
-        assert num_steps * 0.001 <= 2 * DISPATCH_S
+        assert num_steps * 0.001 <= 2 * QUIET_DISPATCH_S
 
 
 def test_long_steps_are_dispatched_one_by_one():
@@ -172,8 +194,8 @@ def test_dispatches_cut_short_do_not_decide():
     assert 0 < cut[-50:].count(2) < 50, "the other way is tried, too"
     clock.run(FIRST_PROBES)
     lengths = clock.run(50)
-    assert lengths.count(5) >= 50 - PROBE_OF_SINGLE
-    assert set(lengths) <= {1, 5}
+    assert lengths.count(25) >= 50 - PROBE_OF_SINGLE
+    assert set(lengths) <= {1, 25}
 
 
 def test_prefills_are_not_timed():
