@@ -113,6 +113,7 @@ def run_batch(
     on_record: Callable[[int, int], None] = lambda num_records, num_errors: None,
     context: BodyContext | None = None,
     adapt: Callable[[ParsedRequest], ParsedRequest] = lambda request: request,
+    patience_s: float = 0.0,
     use_tqdm: bool = True,
 ) -> BatchSummary:
     """Serve every line of `in_path` that has no record in `out_path` yet.
@@ -133,6 +134,8 @@ def run_batch(
         on_record: function called after each record with the numbers of records and of errors.
         context: context for bodies, in place of `model_names` and the engine's.
         adapt: function from a line's request to the served one; a RequestError fails the line.
+        patience_s: maximum time that a line waits for what the engine's other callers use, such as memory for images,
+            while no line of the batch is in flight.
         use_tqdm: True to show progress on stderr: a bar on a terminal, elsewhere a line every 30 s.
 
     Raises:
@@ -155,6 +158,7 @@ def run_batch(
             urls=tuple(urls),
             on_record=on_record,
             adapt=adapt,
+            patience_s=patience_s,
             progress=stack.enter_context(BatchProgress(done, is_wanted=use_tqdm)),
         )
         stack.callback(run.abort)
@@ -221,7 +225,7 @@ class _BatchRun:
         out: output file.
         done: lines that had a record when the run began.
         key: hash key from the run seed.
-        context, urls, on_record, adapt: arguments of `run_batch`.
+        context, urls, on_record, adapt, patience_s: arguments of `run_batch`.
         fingerprint: name of the engine's configuration.
         window: maximum number of sequences in flight.
         progress: display of the progress.
@@ -241,6 +245,7 @@ class _BatchRun:
     urls: tuple[str, ...]
     on_record: Callable[[int, int], None]
     adapt: Callable[[ParsedRequest], ParsedRequest]
+    patience_s: float
     progress: BatchProgress
     in_flight: dict[str, _LinePrompt] = field(default_factory=dict)
     num_sequences: int = 0
@@ -326,18 +331,25 @@ class _BatchRun:
         self.num_sequences += params.n
 
     def _parse_when_free(self, content: Json) -> ParsedRequest:
-        """Parse a line's content, after earlier lines have ended if these have what it needs, such as memory."""
+        """Parse a line's content, perhaps after others have ended that use what it needs, such as memory."""
+        until_s: float | None = None
         while True:
             try:
                 return self._parse(content)
             except RequestError as error:
-                if as_bad_request(error).status_code != 503 or not self.in_flight:
+                if as_bad_request(error).status_code != 503:
                     raise
+                if self.in_flight:
+                    until_s = None
+                else:
+                    until_s = time.monotonic() + self.patience_s if until_s is None else until_s
+                    if time.monotonic() >= until_s:
+                        raise
             self._wait()
 
     def _wait(self) -> None:
-        """Wait for ended requests, and finish or fail their lines."""
-        if not self.engine.has_unfinished():
+        """Wait for ended requests, and finish or fail their lines; if none is in flight, wait briefly."""
+        if self.in_flight and not self.engine.has_unfinished():
             raise RuntimeError(f"the engine lost the requests {sorted(self.in_flight)}")
         for output in self.engine.wait():
             prompt = self.in_flight.get(output.request_id)

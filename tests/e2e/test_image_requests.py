@@ -9,12 +9,14 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 from PIL import Image
 
@@ -310,6 +312,11 @@ def test_pictures_that_must_wait_are_no_bad_requests(served: Model, monkeypatch:
                 reply = server.client.post(path, json=body)
                 assert (reply.status_code, reply.json()["error"]["code"]) == (503, "overloaded")
                 assert int(reply.headers["retry-after"]) >= 1
+            for path in ("/v1/messages", "/v1/messages/count_tokens"):
+                source = {"type": "base64", "media_type": "image/png", "data": url(picture).partition(",")[2]}
+                messages = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+                reply = server.client.post(path, json={"messages": messages} | ({} if "count" in path else GREEDY))
+                assert (reply.status_code, reply.json()["error"]["type"]) == (529, "overloaded_error")
         assert server.client.post("/v1/chat/completions", json=bodies["/v1/chat/completions"]).status_code == 200
 
 
@@ -337,6 +344,28 @@ def test_a_client_that_leaves_has_no_more_pictures_read(served: Model, monkeypat
         may_continue.set()
         until(lambda: not server.app.service.workers._num_running)
     assert num_read == 1
+
+
+def test_pictures_of_clients_that_leave_are_freed(served: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a client that leaves, nor one that never sends its whole body, nor an ended request holds a picture."""
+    reader = served.llm.engine.reader.images
+    assert reader is not None
+    reader.cache.clear()
+    monkeypatch.setattr(reader.cache, "_max_bytes", 0)
+    body = body_with(part(Image.new("RGB", (29, 31))), stream=True) | {"max_tokens": 150, "ignore_eos": True}
+    with running(served.llm.engine) as server:
+        with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
+            assert next(reply.iter_lines()).startswith("data: ")
+            assert reader.living.num_bytes, "it is in use"
+        until(lambda: not reader.living.num_bytes)
+        num_queries, address = reader.cache.num_queries, httpx.URL(server.url)
+        data = json.dumps(body).encode()
+        with socket.create_connection((address.host, address.port or 80)) as client:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
+            client.sendall(head.encode() + data[:-1])
+            assert server.client.post("/v1/chat/completions", json=body | {"stream": False}).status_code == 200
+        until(lambda: not reader.living.num_bytes)
+        assert reader.cache.num_queries == num_queries + 1, "an unfinished body has no picture read"
 
 
 PICK = """{
@@ -391,7 +420,8 @@ def test_pictures_in_batch_files(served: Model, tmp_path: Path) -> None:
     assert "none of the formats" in json.dumps(records["b"])
 
 
-def test_pictures_in_batches_over_http(served: Model, tmp_path: Path) -> None:
+def test_pictures_in_batches_over_http(served: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names belong to tenants, and lines wait while other clients use the decoding processes."""
     named = body_with(part(PICTURES[1], uuid="mine"))
     only_name = body_with({"type": "image_url", "image_url": None, "uuid": "mine"})
     with running(served.llm.engine, batch_dir=tmp_path, api_key=["one", "two"]) as server:
@@ -404,8 +434,23 @@ def test_pictures_in_batches_over_http(served: Model, tmp_path: Path) -> None:
             assert found is not None
             record = json.loads(client.files.content(found).text)
             outcomes.append(record["response"]["body"])
+        reader = served.llm.engine.reader.images
+        assert reader is not None
+        free = reader._decoders._free
+        monkeypatch.setattr("jaxserve.images.decoding.DECODE_S", 0.01)
+        reader._decoders._free = []
+        other = {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions"}
+        other["body"] = body_with(part(Image.new("RGB", (33, 34))))
+        client = client_of(server, "one")
+        began = begin(client, json.dumps(other).encode(), endpoint="/v1/chat/completions")
+        until(lambda: client.batches.retrieve(began.id).status == "in_progress")
+        time.sleep(0.3)
+        assert client.batches.retrieve(began.id).status == "in_progress"
+        monkeypatch.undo()
+        reader._decoders._free = free
+        assert ended(client, began.id).request_counts == openai.types.BatchRequestCounts(total=1, completed=1, failed=0)
     assert outcomes[0]["usage"]["prompt_tokens"] == outcomes[1]["usage"]["prompt_tokens"] > 25
-    assert "must be sent again" in outcomes[2]["error"]["message"], "a name belongs to its tenant"
+    assert "must be sent again" in outcomes[2]["error"]["message"]
 
 
 def test_the_core_may_be_another_process(served: Model) -> None:

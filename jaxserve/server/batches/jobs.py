@@ -27,6 +27,7 @@ _OK = b'"response": {"status_code": 200,'
 _SAVE_S = 1.0  # time between saves of the progress
 RETRY_S = 10.0  # time between retries
 SWEEP_S = 600.0  # time between searches for expired files
+PATIENCE_S = 600.0  # for what other clients use, such as memory for images
 
 
 class BatchEndedError(Exception):
@@ -147,6 +148,7 @@ class Jobs:
                 on_record=on_record,
                 context=replace(service.context, salt=engine.salt),
                 adapt=service.for_batch_line,
+                patience_s=PATIENCE_S,
                 use_tqdm=False,
             )
         except BatchEndedError as end:
