@@ -68,7 +68,8 @@ def _images(given: object, name: str) -> Any:
 
 
 def _listed(images: Any) -> list[Any]:
-    """Return one image, or a list of them, as a list."""
+    """Return one image, a list of them, or an array [images, ...] as a list."""
     if images is None:
         return []
-    return list(images) if isinstance(images, list | tuple) else [images]
+    are_several = isinstance(images, list | tuple) or getattr(images, "ndim", 0) == 4
+    return list(images) if are_several else [images]

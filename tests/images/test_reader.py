@@ -70,6 +70,8 @@ def test_one_image_needs_no_list():
     one = ImageInputs.from_prompt({"multi_modal_data": {"image": PIXELS}, "multi_modal_uuids": {"image": "a"}})
     assert one.names == ["a"]
     assert one.images[0] is PIXELS
+    several = ImageInputs.from_prompt({"multi_modal_data": {"image": np.stack([PIXELS, PIXELS])}})
+    assert [image.shape for image in several.images] == [PIXELS.shape] * 2
 
 
 def test_known_images_are_not_processed_again():
