@@ -44,6 +44,21 @@ TEXTS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True},
         "tie_word_embeddings": True,
     },
+    "gemma-3-4b": {
+        "vocab_size": 262208,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 1024,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
+        "rope_local_base_freq": 1e4,
+        "rope_theta": 1e6,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -75,6 +90,9 @@ def compile_step(target: Any, backend: str, arch: ArchConfig) -> tuple[jax.stage
         pytest.param("llava-1.5-7b", "h200", marks=pytest.mark.full),
         pytest.param("llava-1.5-7b", "v6e:1x1", marks=pytest.mark.full),
         pytest.param("qwen3-vl-4b", "h200", marks=pytest.mark.full),
+        pytest.param("qwen3-vl-4b", "v6e:1x1", marks=pytest.mark.full),
+        pytest.param("gemma-3-4b", "h200", marks=pytest.mark.full),
+        pytest.param("gemma-3-4b", "v6e:1x1", marks=pytest.mark.full),
     ],
 )
 def test_steps_with_images_work_in_place(targets, name, chip):
