@@ -48,6 +48,11 @@ ENGINES = {
     "transformers-continuous": EngineSpec("with_transformers_continuous", "transformers"),
 }
 
+PICTURE_ENGINES = {
+    "jaxserve": EngineSpec("with_jaxserve", "jaxserve", {"skip_tokenizer_init": False, "compile_ahead": "minimal"}),
+    "openvino": EngineSpec("with_openvino_pictures", "openvino_genai"),
+}
+
 
 def find_python(spec: EngineSpec, pythons: Mapping[str, str]) -> str | None:
     """Return an engine's interpreter: the one given for its package, or this one if it has the package."""

@@ -3,7 +3,8 @@
     python -m baselines.worker ADAPTER CHECKPOINT CACHE_DIR OPTIONS
 
 It reports when it is ready, then answers {"prompts": [[id]], "output_lens": [int]} with {"token_ids": [[id]], "wall_s"}
-or {"error"}. The engine's own output goes to stderr.
+and {"prompt": str, "picture": [rows, columns, seed], "num_tokens": int} with {"text": str, "wall_s"}; both perhaps with
+{"error"}. The engine's own output goes to stderr.
 """
 
 import importlib
@@ -15,6 +16,9 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 def main() -> None:
@@ -48,8 +52,25 @@ class Baseline(Protocol):
         """Return greedy continuations of all prompts, with exactly the given lengths."""
 
 
-def _answer(engine: Baseline, message: dict[str, Any]) -> dict[str, Any]:
+class PictureBaseline(Protocol):
+    """An engine that takes pictures."""
+
+    def describe(self, prompt: str, pixels: NDArray[np.uint8], num_tokens: int) -> str:
+        """Return the greedy continuation of a prompt with one picture, in exactly this number of tokens."""
+
+
+def _described(engine: PictureBaseline, message: dict[str, Any]) -> dict[str, Any]:
+    *size, seed = message["picture"]
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size, 3), np.uint8)
+    started = time.perf_counter()
+    text = engine.describe(message["prompt"], pixels, message["num_tokens"])
+    return {"text": text, "wall_s": time.perf_counter() - started}
+
+
+def _answer(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
     try:
+        if "picture" in message:
+            return _described(engine, message)
         started = time.perf_counter()
         token_ids = engine.generate(message["prompts"], message["output_lens"])
         wall_s = time.perf_counter() - started
