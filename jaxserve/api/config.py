@@ -209,7 +209,8 @@ class EngineConfig:
         encoder_cache_size: maximum embeddings of images in device memory; the least recently used ones are replaced.
             An image with more is refused. None keeps at least 8,192.
         limit_mm_per_prompt: maximum number of images per prompt, {"image": N}, as a dict or as JSON; None for 999.
-            {"image": 0} leaves the vision tower out, and serves only text.
+            {"image": 0} leaves the vision tower out, and serves only text. vLLM's {"image": {"count": N, "width": W,
+            "height": H}} is accepted; its sizes have no effect.
         mm_processor_kwargs: image processor settings that replace the checkpoint's, as a dict or as JSON, such as
             {"max_pixels": 1000000}. Requests may have their own.
         mm_processor_cache_gb: host memory in GiB for preprocessed images, the least recently used ones being dropped.
@@ -295,7 +296,7 @@ class EngineConfig:
     lora_extras: Sequence[str] = ()
     max_cpu_loras: int | None = None
     encoder_cache_size: int | None = None
-    limit_mm_per_prompt: str | Mapping[str, int] | None = None
+    limit_mm_per_prompt: str | Mapping[str, Any] | None = None
     mm_processor_kwargs: str | Mapping[str, Any] | None = None
     mm_processor_cache_gb: float = 4.0
     allowed_local_media_path: str = ""

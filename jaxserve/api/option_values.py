@@ -80,7 +80,7 @@ def read_tenant_weights(value: Any) -> tuple[tuple[str, float], ...]:
 
 def read_max_images(value: Any) -> int:
     """Return the maximum number of images from `limit_mm_per_prompt`; ConfigError if it allows other media."""
-    limits = read_object("limit_mm_per_prompt", value)
+    limits = {name: _count_in(limit) for name, limit in read_object("limit_mm_per_prompt", value).items()}
     others = {name: limit for name, limit in limits.items() if name != "image" and limit != 0}
     number = limits.get("image", MAX_IMAGES)
     if others or not _COUNT.holds(number):
@@ -89,6 +89,12 @@ def read_max_images(value: Any) -> int:
             f"{brief(value)}"
         )
     return int(number)
+
+
+def _count_in(limit: Any) -> Any:
+    """Return the count in one of vLLM's limits with sizes, which only its memory profile needs; others unchanged."""
+    is_sized = isinstance(limit, Mapping) and "count" in limit and limit.keys() <= {"count", "width", "height"}
+    return limit["count"] if is_sized else limit
 
 
 def read_targets(target_ttft_ms: Any, target_itl_ms: Any) -> tuple[tuple[int | None, float, float], ...]:

@@ -342,7 +342,7 @@ def checkpoint(path: Path, family: str, fields: dict[str, Any], **options: Any) 
 
 def test_readers_are_built_from_checkpoints(tmp_path: Path, caplog):
     fields = FIELDS | {"patch_size": 4}
-    options = {"mm_processor_kwargs": '{"max_pixels": 640}', "limit_mm_per_prompt": {"image": 2}}
+    options = {"mm_processor_kwargs": '{"max_pixels": 640}', "limit_mm_per_prompt": {"image": {"count": 2, "width": 9}}}
     config, arch = checkpoint(tmp_path, "qwen2_5_vl", fields | {"min_pixels": 64}, **options)
     reader = build_image_reader(config, arch, None)
     assert reader is not None
