@@ -33,12 +33,17 @@ class ImageInputs:
         """Read a prompt's images; RequestError if one of its fields is malformed."""
         if not isinstance(prompt, Mapping) or not prompt.keys() & PROMPT_KEYS:
             return NO_IMAGES
-        images = _listed(_images(prompt.get("multi_modal_data"), "multi_modal_data"))
+        data = _images(prompt.get("multi_modal_data"), "multi_modal_data")
         given = _images(prompt.get("multi_modal_uuids"), "multi_modal_uuids")
+        images = [None] * len(_listed(given)) if data is None else _listed(data)
         names = [None] * len(images) if given is None else _listed(given)
         if len(names) != len(images) or not all(isinstance(name, str | None) for name in names):
             raise RequestError(
                 f"multi_modal_uuids must have a string or None per image, got {brief(names)} for {len(images)} images"
+            )
+        if any(isinstance(image, list | tuple) for image in images):
+            raise RequestError(
+                "an image in multi_modal_data must be an array, not nested lists; convert it with numpy"
             )
         if any(image is None and not name for image, name in zip(images, names, strict=True)):
             raise RequestError("multi_modal_data may have None only for an image with a name in multi_modal_uuids")
@@ -62,9 +67,14 @@ def _images(given: object, name: str) -> Any:
         return None
     if not isinstance(given, Mapping):
         raise RequestError(f'{name} must be a dict, such as {{"image": ...}}, got {brief(given)}')
-    if others := sorted(str(key) for key, value in given.items() if key != IMAGE and value):
+    if others := sorted(str(key) for key, value in given.items() if key != IMAGE and _is_given(value)):
         raise RequestError(f"{name} must have only the key {IMAGE!r}, got also {others}: {_OTHERS}")
     return given.get(IMAGE)
+
+
+def _is_given(media: object) -> bool:
+    """Return whether an entry has any media: arrays have no truth value."""
+    return media is not None and not (isinstance(media, list | tuple | Mapping) and not media)
 
 
 def _listed(images: Any) -> list[Any]:

@@ -34,6 +34,12 @@ class Normalization:
     mean: tuple[float, float, float] | None
     std: tuple[float, float, float] | None
 
+    @property
+    def is_finite(self) -> bool:
+        """True if all pixels become finite inputs."""
+        with np.errstate(all="ignore"):
+            return bool(np.isfinite(self.table).all())
+
     @cached_property
     def table(self) -> NDArray[np.float32]:
         """Inputs by channel and 8-bit value, rounded as transformers rounds them: [3, 256]."""

@@ -316,17 +316,19 @@ def image_processor(
     if isinstance(side := values.get("size"), int):
         is_square = values.get("default_to_square", kind.is_square)
         values["size"] = {"height": side, "width": side} if is_square else {"shortest_edge": side}
+    where = f"{where} and mm_processor_kwargs" if adjusted else where
     kinds = {**_COMMON, **kind.fields}
     found = ((each, kinds[each]) for each in kinds if values.get(each) is not None)
     if bad := [problem for each, kind_of_value in found if (problem := kind_of_value.problem(each, values[each]))]:
-        if adjusted:
-            where = f"{where} and mm_processor_kwargs"
         raise ConfigError(f"{where}: {'; '.join(bad)}")
     scale = float(values["rescale_factor"]) if values.get("do_rescale", True) else 1.0
     normalizes = values.get("do_normalize", True)
     normalization = Normalization(
         scale, _three(values["image_mean"]) if normalizes else None, _three(values["image_std"]) if normalizes else None
     )
+    if not normalization.is_finite:
+        named = {name: values[name] for name in ("rescale_factor", "image_mean", "image_std")}
+        raise ConfigError(f"{where}: pixels must become finite numbers, got {named}")
     layout = kind.build({**values, "max_patches": max_patches}, config)
     resampling = Resampling(
         int(values["resample"]) if values.get("do_resize", True) else None,

@@ -245,9 +245,17 @@ class ImageReader:
             with self._decoders.decoded(given, deadline) as image:
                 yield image
         elif isinstance(given, pillow.Image):
-            yield as_rgb(given)
+            yield _converted(given)
         else:
             yield image_from_array(_array(given))
+
+
+def _converted(given: Image) -> Image:
+    """Return a Pillow image as RGB; RequestError if its own fields, such as a transparent colour, prevent it."""
+    try:
+        return as_rgb(given)
+    except (OSError, SyntaxError, TypeError, ValueError) as error:
+        raise RequestError(f"must be convertible to RGB, but: {error}") from error
 
 
 def _array(given: Any) -> NDArray[np.generic]:

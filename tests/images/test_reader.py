@@ -66,10 +66,19 @@ def test_the_same_image_in_all_types(reader):
     assert spans[0].image.grid == (4, 6)
 
 
+def test_pillow_images_with_impossible_fields_are_refused(reader):
+    picture = PICTURE.convert("P")
+    picture.info["transparency"] = 9999
+    with pytest.raises(RequestError, match="image 1 of the prompt: must be convertible to RGB, but: palette index"):
+        reader.prepare(inputs(picture))
+
+
 def test_one_image_needs_no_list():
     one = ImageInputs.from_prompt({"multi_modal_data": {"image": PIXELS}, "multi_modal_uuids": {"image": "a"}})
     assert one.names == ["a"]
     assert one.images[0] is PIXELS
+    named = ImageInputs.from_prompt({"multi_modal_uuids": {"image": ["a", "b"]}})
+    assert (named.images, named.names) == ([None, None], ["a", "b"])
     several = ImageInputs.from_prompt({"multi_modal_data": {"image": np.stack([PIXELS, PIXELS])}})
     assert [image.shape for image in several.images] == [PIXELS.shape] * 2
 
@@ -196,6 +205,8 @@ def test_the_cache_keeps_what_was_used_last():
     [
         ({"multi_modal_data": {"video": [1]}}, "audio and video are not supported"),
         ({"multi_modal_data": {"image": PIXELS, "audio": 1}}, r"\['audio'\]"),
+        ({"multi_modal_data": {"video": np.stack([PIXELS, PIXELS])}}, r"\['video'\]"),
+        ({"multi_modal_data": {"image": PIXELS.tolist()}}, "must be an array, not nested lists"),
         ({"multi_modal_data": [PIXELS]}, "must be a dict"),
         ({"multi_modal_data": {"image": [PIXELS]}, "multi_modal_uuids": {"image": ["a", "b"]}}, "for 1 images"),
         ({"multi_modal_data": {"image": [None]}}, "may have None only"),
@@ -360,6 +371,7 @@ def test_readers_are_built_from_checkpoints(tmp_path: Path, caplog):
     [
         ("qwen2_5_vl", FIELDS, "tower's patch_size 4, got 14"),
         ("qwen2_5_vl", FIELDS | {"patch_size": 4, "merge_size": 1}, "tower's 8 embeddings"),
+        ("qwen2_5_vl", FIELDS | {"patch_size": 4, "image_std": [0, 1, 1]}, "finite numbers"),
         ("llava", {"image_processor_type": "SiglipImageProcessor", "size": {"height": 24, "width": 24}}, r"\(5, 5\)"),
         ("onevision", {**TILES, "size": {"height": 40, "width": 40}, "image_grid_pinpoints": [[40, 40]]}, "tile_size"),
         ("onevision", TILES | {"image_grid_pinpoints": [[20, 20]]}, r"pinpoints of config.json, .*got \(\(20, 20\),\)"),
