@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.api.pooling_params import Pooler
 from jaxserve.errors import ConfigError
@@ -19,9 +19,11 @@ from jaxserve.layers.state_forms import StateForm
 from jaxserve.models.image_input import ImageInput
 from jaxserve.models.kv_layout import KVLayout, check_sizes, filled_period, lay_out
 from jaxserve.models.layer_spec import AttentionSpec, LayerOptions, LayerSpec
-from jaxserve.models.vision.arch import VisionArch
 from jaxserve.scheduling.step_costs import TokenChoice
 from jaxserve.weights import Schemes
+
+if TYPE_CHECKING:
+    from jaxserve.models.vision.arch import VisionArch
 
 
 class PerLayerEmbeddings(NamedTuple):
@@ -131,7 +133,7 @@ class ArchConfig:
         return None if self.images is None else self.images.token_id
 
     @property
-    def tower(self) -> VisionArch | None:
+    def tower(self) -> "VisionArch | None":
         """Vision tower; None without images, and in pipeline stages after the first one, which encodes all images."""
         return self.images.tower if self.images is not None and self.stage.is_first else None
 
