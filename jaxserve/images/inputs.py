@@ -42,9 +42,7 @@ class ImageInputs:
                 f"multi_modal_uuids must have a string or None per image, got {brief(names)} for {len(images)} images"
             )
         if any(isinstance(image, list | tuple) for image in images):
-            raise RequestError(
-                "an image in multi_modal_data must be an array, not nested lists; convert it with numpy"
-            )
+            raise RequestError("an image in multi_modal_data must be an array, not nested lists; convert it with numpy")
         if any(image is None and not name for image, name in zip(images, names, strict=True)):
             raise RequestError("multi_modal_data may have None only for an image with a name in multi_modal_uuids")
         adjusted = prompt.get("mm_processor_kwargs") or {}

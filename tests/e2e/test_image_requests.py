@@ -346,28 +346,6 @@ def test_a_client_that_leaves_has_no_more_pictures_read(served: Model, monkeypat
     assert num_read == 1
 
 
-def test_pictures_of_clients_that_leave_are_freed(served: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a client that leaves, nor one that never sends its whole body, nor an ended request holds a picture."""
-    reader = served.llm.engine.reader.images
-    assert reader is not None
-    reader.cache.clear()
-    monkeypatch.setattr(reader.cache, "_max_bytes", 0)
-    body = body_with(part(Image.new("RGB", (29, 31))), stream=True) | {"max_tokens": 150, "ignore_eos": True}
-    with running(served.llm.engine) as server:
-        with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
-            assert next(reply.iter_lines()).startswith("data: ")
-            assert reader.living.num_bytes, "it is in use"
-        until(lambda: not reader.living.num_bytes)
-        num_queries, address = reader.cache.num_queries, httpx.URL(server.url)
-        data = json.dumps(body).encode()
-        with socket.create_connection((address.host, address.port or 80)) as client:
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n"
-            client.sendall(head.encode() + data[:-1])
-            assert server.client.post("/v1/chat/completions", json=body | {"stream": False}).status_code == 200
-        until(lambda: not reader.living.num_bytes)
-        assert reader.cache.num_queries == num_queries + 1, "an unfinished body has no picture read"
-
-
 PICK = """{
     const bytes = Uint8Array.from(atob(%r), char => char.charCodeAt(0)), files = new DataTransfer();
     files.items.add(new File([bytes], "a.png", { type: "image/png" }));
