@@ -161,7 +161,7 @@ class EngineConfig:
             crash or in a later engine with the same weights and page layout. It holds keys and values of users'
             prompts, readable only by this user. None keeps no pages on disk.
         kv_offloading_disk_size: maximum size of each file in GiB; the least recently used pages are evicted.
-        kv_store: directory or Redis server in which engines with the same weights share cached pages: a URL, a
+        kv_store: directory, Redis server or engine in which engines with the same weights share cached pages: a URL, a
             KVStoreConfig, or its fields as a dict or as JSON. Pages are copied there after the other tiers, and found
             by the content of a prompt. A Redis server needs the extra `redis`. None shares none.
         kv_role: "kv_consumer" only reads pages from `kv_store`; "kv_producer" also writes them, and a router has it

@@ -1,12 +1,14 @@
-"""KVStoreConfig: a shared store of KV pages, a directory or a Redis server."""
+"""KVStoreConfig: a shared store of KV pages, in a directory, a Redis server or an engine's memory."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from jaxserve.api.option_values import read_object, read_options
@@ -19,7 +21,8 @@ MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64  # BLAKE2b takes at most 64
 _SCHEMES = ("redis", "rediss", "unix")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]*\]|[^:/]*)(:[0-9]*)?(/|$)")
 _MAX = 10**9  # far from what sockets and Redis take as times
-_WORDS = "a directory, redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:PATH?db=DB"
+_WORDS = "a directory, redis://HOST:PORT/DB, rediss://HOST:PORT/DB, unix:PATH?db=DB or tcp://HOST:PORT"
+_PEER = "tcp"
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,28 @@ class RedisAddress:
     has_tls: bool = False
 
 
+class PeerAddress(NamedTuple):
+    """Address of the engine that holds the pages.
+
+    Attributes:
+        host: host name or address.
+        port: port.
+    """
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if nothing leaves this machine."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:  # a name
+            return False
+
+
 @no_type_check  # tests pass wrong types, which __post_init__ must reject with a ConfigError
 @dataclass(frozen=True, repr=False)
 class KVStoreConfig:
@@ -52,11 +77,13 @@ class KVStoreConfig:
     Its representation has no credentials, because messages show it.
 
     Attributes:
-        url: a directory, `redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://` with TLS, or `unix:PATH?db=DB`.
+        url: a directory, `redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://` with TLS, or `unix:PATH?db=DB`; or
+            `tcp://HOST:PORT`, at which the engine that computes the pages listens, and serves them from its memory to
+            engines with `kv_role="kv_consumer"`.
         ttl_s: time after its last use after which a page is deleted.
         timeout_s: time without any answer after which the store is skipped for a while.
         size_gib: maximum size of the pages in a directory, of all engines with the same key; memory of a Redis server
-            beyond which nothing is written to it.
+            beyond which nothing is written to it; memory of an engine, at most half of what is free.
         key_file: file with a key of 16 to 64 bytes, which names and authenticates the pages; engines with other keys
             neither read nor delete them. None for checksums without a key.
     """
@@ -69,7 +96,7 @@ class KVStoreConfig:
 
     def __post_init__(self) -> None:
         _SCHEMA.check(self)
-        _ = self.redis, self.directory
+        _ = self.peer, self.redis, self.directory
 
     def __repr__(self) -> str:
         others = [f"{field.name}={getattr(self, field.name)!r}" for field in fields(self)[1:]]
@@ -102,9 +129,21 @@ class KVStoreConfig:
         return read_options("kv_store", cls, {key: each if key in names else "..." for key, each in given.items()})
 
     @property
+    def peer(self) -> PeerAddress | None:
+        """Address of the engine that holds the pages; None for a Redis server or a directory."""
+        if self.url.partition(":")[0].lower() != _PEER:
+            return None
+        with suppress(ValueError):
+            parts = urlsplit(self.url)
+            host, port, rest = parts.hostname, parts.port, (parts.path.strip("/"), parts.query, parts.fragment)
+            if host and port and not any(rest) and parts.username is None:
+                return PeerAddress(host, port)
+        raise ConfigError(f"url of kv_store must be {_WORDS}, got {self.shown}")
+
+    @property
     def redis(self) -> RedisAddress | None:
-        """Address of the Redis server; None for a directory."""
-        if not self._is_address:
+        """Address of the Redis server; None for an engine or a directory."""
+        if not self._is_address or self.peer is not None:
             return None
         try:
             parts = urlsplit(self.url)
@@ -114,13 +153,13 @@ class KVStoreConfig:
 
     @property
     def directory(self) -> Path | None:
-        """Directory of the pages; None for a Redis server."""
-        return None if self.redis is not None else Path(self.url)
+        """Directory of the pages; None for a server or an engine."""
+        return None if self._is_address else Path(self.url)
 
     @property
     def _is_address(self) -> bool:
         """True for the address of a server, even a wrong one, and False for a directory."""
-        return "://" in self.url or self.url.partition(":")[0].lower() in _SCHEMES
+        return "://" in self.url or self.url.partition(":")[0].lower() in (*_SCHEMES, _PEER)
 
     @property
     def shown(self) -> str:

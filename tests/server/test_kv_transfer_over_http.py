@@ -1,6 +1,7 @@
 """Prefill on one server and decode on another: vLLM's protocol, by hand and through the router."""
 
 import json
+import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("any_load_pays")  # loads do not depend on 
 PAGE_SIZE = SIZES["page_size"]
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
 SEEDED = GREEDY | {"temperature": 1, "seed": 5}
+ROLES = ("kv_producer", "kv_consumer")
 PRODUCE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -35,18 +37,20 @@ class Pair(NamedTuple):
     consumer: Running
 
 
+def started(stack: ExitStack, model: Path, role: str, store: str) -> Running:
+    """Return a server with a role."""
+    with as_shipped():
+        engine = Engine(EngineConfig(str(model), **SIZES, kv_store=store, kv_role=role))
+    engine.wait_until_warm()
+    stack.callback(engine.close)
+    return stack.enter_context(running(engine, served_model_name=["tiny"]))
+
+
 @pytest.fixture(scope="module")
 def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    store = str(tmp_path_factory.mktemp("store"))
     with ExitStack() as stack:
-        servers = []
-        for role in ("kv_producer", "kv_consumer"):
-            with as_shipped():
-                engine = Engine(EngineConfig(str(llama), **SIZES, kv_store=store, kv_role=role))
-            engine.wait_until_warm()
-            stack.callback(engine.close)
-            servers.append(stack.enter_context(running(engine, served_model_name=["tiny"])))
-        yield Pair(*servers)
+        store = str(tmp_path_factory.mktemp("store"))
+        yield Pair(*(started(stack, llama, role, store) for role in ROLES))
 
 
 def post(server: Running, status: int = 200, **body: Any) -> Any:
@@ -82,6 +86,25 @@ def test_a_consumer_computes_only_the_last_token(pair: Pair, num_tokens: int, fi
     assert by_tier == {"device": 0, "host": 0, "disk": 0, "store": num_tokens - 1}
     assert producer.engine.stats.num_stored_pages - stored == num_pages
     assert consumer.engine.stats.num_loaded_pages - loaded == num_pages
+
+
+@pytest.mark.long
+def test_pages_come_from_the_memory_of_the_engine_that_computed_them(llama: Path) -> None:
+    """Without that engine, the other one computes them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with ExitStack() as stack, ExitStack() as producers:
+        store = f"tcp://127.0.0.1:{port}"
+        pair = Pair(started(producers, llama, ROLES[0], store), started(stack, llama, ROLES[1], store))
+        for fields in (GREEDY, SEEDED):
+            test_a_consumer_computes_only_the_last_token(pair, 33, fields)
+        prompt = tokens(33, "the producer ends")
+        expected = ids(post(pair.consumer, prompt=prompt, cache_salt="alone", **GREEDY))
+        params = post(pair.producer, prompt=prompt, kv_transfer_params=PRODUCE, **GREEDY)["kv_transfer_params"]
+        producers.close()
+        reply = post(pair.consumer, prompt=prompt, kv_transfer_params=params, **GREEDY)
+        assert ids(reply) == expected
+        assert not reply["usage"]["prompt_tokens_details"].get("cached_tokens_by_tier", {}).get("store")
 
 
 @pytest.mark.parametrize("endpoint", ["/completions", "/chat/completions"])

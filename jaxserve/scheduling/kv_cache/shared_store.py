@@ -1,4 +1,4 @@
-"""Shared stores: KV pages that several engines write and read, by name, in a directory or a Redis server.
+"""Shared stores: KV pages that several engines write and read, by name, in a directory, a Redis server or an engine.
 
 A page's name is a digest of its weights' fingerprint and its content hash, and its value is sealed: a header with
 format and key, and a digest of all. With a key, names and digests are keyed, so that nobody without it can guess names
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxserve.api.kv_store_config import KVStoreConfig, RedisAddress
 from jaxserve.errors import ConfigError, install_extra
+from jaxserve.scheduling.kv_cache.peer_store import HolderStore, ReaderStore
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey
 
 _MAGIC = b"jskvs\x00\x00\x01"  # the last byte is the format version
@@ -62,6 +63,10 @@ class Seal:
         content = self.fingerprint + key.group.to_bytes(4, "little", signed=True) + key.page_hash
         return blake2b(content, key=self._key, digest_size=20, person=b"kv store name").hexdigest()
 
+    def prove(self, text: str) -> str:
+        """Return a digest of some text, which nobody without the key can compute."""
+        return blake2b(text.encode(), key=self._key, digest_size=32, person=b"kv store proof").hexdigest()
+
     def close(self, key: PageKey, page: bytes) -> bytes:
         """Return a page with its header and digest."""
         header = _HEADER.pack(_MAGIC, self.fingerprint, *key, len(page))
@@ -102,9 +107,11 @@ class SharedStore(Protocol):
 
 def open_store(config: KVStoreConfig, seal: Seal, *, writes: bool) -> SharedStore:
     """Return the store of the pages with a seal, to write to if `writes`; ConfigError if it cannot be used."""
+    if (peer := config.peer) is not None:
+        return HolderStore(peer, config, seal) if writes else ReaderStore(peer, config, seal, StoreError)
     if (address := config.redis) is not None:
         return RedisStore(address, config, seal)
-    assert config.directory is not None, "a store is a server or a directory"
+    assert config.directory is not None, "a store is an engine, a server or a directory"
     return DirectoryStore(config.directory, config, seal, writes=writes)
 
 
