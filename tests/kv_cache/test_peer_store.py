@@ -15,10 +15,12 @@ import pytest
 
 from jaxserve.api.kv_store_config import KVStoreConfig
 from jaxserve.errors import ConfigError
+from jaxserve.scheduling.kv_cache import peer_store
 from jaxserve.scheduling.kv_cache.peer_store import HolderStore, ReaderStore
 from jaxserve.scheduling.kv_cache.shared_store import Seal, SharedStore, StoreError, open_store
 from jaxserve.scheduling.kv_cache.stored_pages import PageKey
 from tests.parameters import mainly
+from tests.waiting import until
 
 KEY, WEIGHTS = b"k" * 16, bytes(range(16))
 Open = Callable[..., Any]
@@ -96,6 +98,15 @@ def test_other_keys_and_weights_are_refused_with_both(open_at: Open, theirs: dic
     open_at(writes=True, key=KEY)
     with pytest.raises(StoreError, match=words):
         open_at(**{"key": KEY} | theirs).has(["a"])
+
+
+def test_silent_connections_are_closed_and_opened_again(open_at: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_store, "_IDLE_S", 0.05)
+    holder, reader = open_at(writes=True), open_at()
+    assert holder.write("a", b"page")
+    assert reader.read("a") == b"page"
+    until(lambda: not holder.pages._connections, 5.0)
+    assert reader.read("a") == b"page"
 
 
 class _Claimed(Seal):

@@ -34,6 +34,7 @@ _MAX_HEADER_BYTES = 2**20
 _MAX_CONNECTIONS = 256
 _MAX_ERROR_CHARS = 500
 _HANDSHAKE_S = 5.0
+_IDLE_S = 300.0  # maximum time without a message, or without progress in sending a page: the other side may be gone
 _MEMORY_FRACTION = 0.5  # fraction of the memory free at the start
 
 
@@ -149,7 +150,7 @@ class PeerPages:
             connection.settimeout(_HANDSHAKE_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._greet(connection)
-            connection.settimeout(None)
+            connection.settimeout(_IDLE_S)
             while True:
                 self._answer(connection, _receive(connection))
         except PeerError as error:
