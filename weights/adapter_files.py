@@ -44,6 +44,7 @@ _WRAPPERS = re.compile(r"\b(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped
 _STACKED = re.compile(r"(.+\.experts)(\.base_layer)?")  # modules in which PEFT adapts stacked experts' parameters
 _VECTORS = ("bias", "magnitude")
 _MAX_RANK = 4096
+_DEFAULT = 8  # PEFT's r and lora_alpha if the configuration has none
 # Configuration values under which a module's output is W x + scale * B A x, by key; absent keys are neutral.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
@@ -271,8 +272,9 @@ class _Scales:
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._where, self._is_rs = where, bool(config.get("use_rslora"))
-        self._rank = self._positive("r", config.get("r"))
-        self._alpha = self._positive("lora_alpha", config.get("lora_alpha", config.get("r")))
+        self._rank, self._alpha = (
+            self._positive(key, config.get(key, _DEFAULT)) if config else None for key in ("r", "lora_alpha")
+        )
         self._ranks, self._alphas = (
             {key: self._positive(f"{name}[{key!r}]", value) for key, value in self._patterns(config, name).items()}
             for name in ("rank_pattern", "alpha_pattern")
@@ -301,7 +303,7 @@ class _Scales:
             raise CheckpointError(f"{self._where}: {name} must be an object, got {patterns!r}")
         return patterns
 
-    def _matching(self, patterns: Mapping[str, float | None], module: str, default: float | None) -> float | None:
+    def _matching(self, patterns: Mapping[str, float], module: str, default: float | None) -> float | None:
         """Return the first value whose pattern matches the end of a module's name, as PEFT does."""
         for pattern, value in patterns.items():
             try:
@@ -311,9 +313,7 @@ class _Scales:
                 raise CheckpointError(f"{self._where}: {pattern!r} must be a pattern, got a fault: {error}") from None
         return default
 
-    def _positive(self, name: str, value: Any) -> float | None:
-        if value is None:
-            return None
+    def _positive(self, name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise CheckpointError(f"{self._where}: {name} must be a positive number, got {value!r}")
         return float(value)

@@ -150,8 +150,9 @@ class AdapterStore:
             raise ConfigError(f"the adapter in {source.path} has changed since it was loaded; load it again")
         arrays = self._place(adapter)
         with self._lock:
-            self._stored[digest] = StoredAdapter(source, arrays)
-            self._trim()
+            if digest in self._stored:  # a cancelled request's adapter may have been unloaded meanwhile
+                self._stored[digest] = StoredAdapter(source, arrays)
+                self._trim()
         return arrays[stage]
 
     @staticmethod

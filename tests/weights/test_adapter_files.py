@@ -53,6 +53,12 @@ def test_scales_follow_the_patterns(fields, scale):
     assert module.scale == scale
 
 
+@pytest.mark.parametrize(("rank", "config", "scale"), [(8, {"lora_alpha": 4}, 0.5), (4, {"r": 4}, 2.0), (4, {}, 1.0)])
+def test_absent_ranks_and_alphas_are_those_of_peft(rank, config, scale):
+    [module] = make_adapter(config, factors(rank=rank), "it").modules.values()
+    assert module.scale == scale
+
+
 def test_the_digest_depends_on_all_that_changes_outputs():
     digests = {
         make_adapter(config, tensors, "it").digest
@@ -97,6 +103,7 @@ BAD: dict[str, tuple[dict, dict, str]] = {
     "NaN": ({}, {A: np.full((4, 6), np.nan)}, "must be finite"),
     "integers": ({}, {A: np.zeros((4, 6), np.int32)}, "float matrix"),
     "other method": ({"peft_type": "IA3"}, {}, "peft_type must be 'LORA', got 'IA3'"),
+    "no alpha": ({"lora_alpha": None}, {}, "lora_alpha must be a positive number, got None"),
     "alpha": ({"lora_alpha": -1}, {}, "lora_alpha must be a positive number, got -1"),
     "changed base": ({"init_lora_weights": "pissa_niter_4"}, {}, "must not change the base model, got 'pissa_niter_4'"),
     "twice": ({}, {A.replace(".weight", ".default.weight"): np.ones((4, 6), np.float32)}, "must be given once"),
