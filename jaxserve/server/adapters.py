@@ -73,7 +73,8 @@ class Adapters:
         if self._names.find(name) is not None and not given.get("load_inplace"):
             message = f"the adapter {name!r} is loaded already; pass load_inplace: true to replace it"
             raise BadRequestError(message, "lora_name", "adapter_exists")
-        request = LoRARequest(name, 1, str(self._path(given["lora_path"])), load_inplace=True)
+        path, base_model = str(self._path(given["lora_path"])), given.get("base_model_name") or None
+        request = LoRARequest(name, 1, path, base_model, load_inplace=bool(given.get("load_inplace")))
         await call.in_workers(partial(self._names.load, request))
         await _send_text(call, f"Success: LoRA adapter '{name}' added successfully.")
 

@@ -177,8 +177,9 @@ def test_the_operator_loads_and_unloads(server):
 
     assert call("load", {}, lora_name="two", lora_path="second").status_code == 401
     assert call("load", {"Authorization": "Bearer x"}, lora_name="two", lora_path="second").status_code == 401
-    loaded = call("load", lora_name="two", lora_path="second")
+    loaded = call("load", lora_name="two", lora_path="second", base_model_name="trained")
     assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'two' added successfully.")
+    assert server.client.get("/v1/models/two").json()["parent"] == "trained"
     assert complete(server, "two").status_code == 200
     for body, status, message in (
         ({"lora_name": "two", "lora_path": "second"}, 400, "loaded already"),
