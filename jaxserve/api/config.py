@@ -18,6 +18,7 @@ from jaxserve.api.option_values import read_max_images, read_object, read_target
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.api.schema import (
+    FILLED_PATH,
     FILLED_TEXT,
     PATH,
     SWITCH,
@@ -437,7 +438,8 @@ def _from_text(value: Any) -> Any:
 
 _FIXED_STEPS = integer(1, MAX_FIXED_STEPS)
 _SIZE = integer(1)
-_PATHS = ("model", "tokenizer", "generation_config", "compilation_cache_dir", "event_log", "kv_offloading_path")
+_PATHS = ("model", "tokenizer", "generation_config", "compilation_cache_dir", "event_log")
+_MAX_GIB = 10**9  # whose bytes are a finite number
 _OPTIONAL_SIZES = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "max_cpu_loras"),
     "encoder_cache_size",
@@ -459,6 +461,7 @@ _SCHEMA = Schema(
         **{f.name: SWITCH for f in dataclasses.fields(EngineConfig) if isinstance(f.default, bool)},
         **{f.name: _SIZE for f in dataclasses.fields(EngineConfig) if type(f.default) is int},  # the others are below
         **dict.fromkeys(_PATHS, PATH.optional()),
+        "kv_offloading_path": FILLED_PATH.optional(),
         **dict.fromkeys(_OPTIONAL_SIZES, _SIZE.optional()),
         "chat_template": FieldType("a path or the text of a template", PATH.holds).optional(),
         "runner": one_of(("auto", "generate", "pooling")),
@@ -472,10 +475,10 @@ _SCHEMA = Schema(
         "scheduling_policy": one_of(("fcfs", "priority")),
         "gpu_memory_utilization": number(0, 1, excludes_low=True),
         "kv_role": one_of(ROLES),
-        "kv_offloading_size": number(0).optional(),
-        "kv_offloading_disk_size": number(0, excludes_low=True),
+        "kv_offloading_size": number(0, _MAX_GIB).optional(),
+        "kv_offloading_disk_size": number(0, _MAX_GIB, excludes_low=True),
         "max_saved_sessions": integer(1),
-        "saved_sessions_size": number(0, excludes_low=True),
+        "saved_sessions_size": number(0, _MAX_GIB, excludes_low=True),
         "seed": integer(0, 2**32 - 1).optional(int),
         "lora_extras": list_of(one_of(LORA_EXTRAS), f"a list with some of {list(LORA_EXTRAS)}"),
         "linear_backend": one_of(("auto", "xla")),

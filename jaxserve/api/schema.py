@@ -164,6 +164,11 @@ FILLED_TEXT = FieldType("a non-empty string", lambda value: isinstance(value, st
 TEXTS = FieldType("a list of strings", lambda value: is_sequence(value) and all(map(_is_text, value)))
 OBJECT = FieldType("an object", lambda value: isinstance(value, Mapping))
 PATH = FieldType("a path", lambda value: isinstance(value, str | os.PathLike), os.fspath)
+FILLED_PATH = FieldType(
+    "a non-empty path",
+    lambda value: PATH.holds(value) and os.fsdecode(value) != "" and "\0" not in os.fsdecode(value),
+    os.fspath,
+)
 
 
 def unknown_names_message(what: str, unknown: Iterable[str], known: Collection[str]) -> str:

@@ -428,7 +428,10 @@ def test_failed_load_ends_its_requests(
             {"kv_offloading_path": None, "kv_offloading_disk_size": 1},
             "kv_offloading_disk_size needs kv_offloading_path",
         ),
+        ({"kv_offloading_disk_size": 1e300}, r"kv_offloading_disk_size must be a number in \(0, "),
         ({"kv_offloading_path": "/dev/null/pages"}, "must be a directory that can be written"),
+        ({"kv_offloading_path": ""}, "kv_offloading_path must be a non-empty path, got ''"),
+        ({"kv_offloading_path": "a\0b"}, "kv_offloading_path must be a non-empty path"),
         ({"kv_offloading_path": None, "max_saved_sessions": 3}, "max_saved_sessions needs kv_offloading_path"),
     ],
 )
