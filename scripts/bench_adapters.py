@@ -133,7 +133,7 @@ def main() -> None:
             prompts = np.random.default_rng(index).integers(3, 250, (args.rows, args.prompt_tokens)).tolist()
             for way in list(ways)[:: -1 if index % 2 else 1]:  # none always comes after another
                 found = ways[way](prompts)
-                print(f"round {index}, {way}: {found.tok_s:.1f} tok/s", file=sys.stderr)
+                print(f"round {index}, {way}: {found.tok_s:.1f} tok/s, {found.tok_cpu_s:.1f} of CPU", file=sys.stderr)
                 if index:  # the first round loads the adapters
                     speeds[way].append(found)
     print(json.dumps(summary(args, speeds)))
