@@ -90,8 +90,12 @@ def _check_devices(config: EngineConfig) -> None:
             about=("expert_parallel_size", "tensor_parallel_size"),
         )
     if config.pipeline_parallel_size > 1:
-        # The first stage finds drafts in its token histories; heads and draft models need the last one's hidden states.
-        _require_method(config, "a pipeline_parallel_size above 1", (None, "ngram"))
+        # All stages would have to move the entries of a tree's accepted nodes, which the last one finds.
+        if config.speculation is not None and config.speculation.tree is not None:
+            raise ConfigError(
+                "speculative_token_tree must be None with a pipeline_parallel_size above 1, got "
+                f"{config.speculation.tree.paths}; drop one"
+            )
         _require(
             "a pipeline_parallel_size above 1",
             ("enable_dp_attention", config.enable_dp_attention, False),

@@ -141,7 +141,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     draft = _load_draft(config, arch)
     by_stage = [copies(each, meshes[index :: len(stages)]) for index, each in enumerate(params)]
     replicas = [each for replica in zip(*by_stage, strict=True) for each in replica]
-    draft_replicas = draft.replicas(meshes)
+    draft_replicas = draft.replicas(meshes, stages)
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
     kv_dtype = pool_dtype(config, dtype)
     backend = select_backend(config, local_arch, kv_dtype)
@@ -172,7 +172,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
                 config.linear_backend,
                 max_steps=1 if schedule.pools else config.max_steps,
                 mesh=mesh,
-                proposer=draft.proposer(config, arch, schedule, kv_dtype),
+                proposer=draft.proposer(config, arch, schedule, kv_dtype, stage.stage),
                 draft_shapes=array_shapes(draft_params),
                 adapters=adapter_layout(config, stage),
                 encoder_dtype=dtype,

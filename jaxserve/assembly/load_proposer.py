@@ -19,6 +19,7 @@ from jaxserve.assembly.draft import Draft
 from jaxserve.assembly.generation_defaults import build_arch, resolve_quantization
 from jaxserve.assembly.memory import pool_dtype, select_backend
 from jaxserve.assembly.parameters import (
+    build_embedding,
     build_layer_params,
     build_params,
     compute_dtype,
@@ -29,7 +30,7 @@ from jaxserve.execution.proposer import Proposer
 from jaxserve.layers.kv_forms import MixedHeads
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models import draft_head, registry
-from jaxserve.models.arch import ArchConfig
+from jaxserve.models.arch import ArchConfig, Stage
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.scheduling.schedule_config import FREE_TOKENS, SPECULATIVE_ROWS, ScheduleConfig
 from jaxserve.spec_decode.draft_layer import DraftLayer, LayerHead
@@ -37,6 +38,7 @@ from jaxserve.spec_decode.draft_model import DraftModel
 from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
 from jaxserve.spec_decode.medusa import Medusa
 from jaxserve.spec_decode.ngram import NGram
+from jaxserve.spec_decode.stage_drafts import LastStage, PreviousStage
 from jaxserve.text.common_tokens import NONE, common_tokens
 from jaxserve.text.loading import load_tokenizer
 
@@ -49,12 +51,20 @@ class LoadedDraft(Draft):
     """Draft that was loaded for a `speculative_config`."""
 
     def proposer(
-        self, config: EngineConfig, arch: ArchConfig, schedule: ScheduleConfig, kv_dtype: jnp.dtype
+        self, config: EngineConfig, arch: ArchConfig, schedule: ScheduleConfig, kv_dtype: jnp.dtype, stage: Stage
     ) -> Proposer:
-        """Return the proposer that `config` requests."""
+        """Return the proposer that `config` requests, or what a stage has in its place.
+
+        Stages draft greedily: weights over the vocabulary would have to pass from the first stage to the last one.
+        """
         speculation = config.speculation
         assert speculation is not None, "a draft was loaded for it"
-        num_tokens = speculation.max_drafts
+        num_tokens, is_greedy = speculation.max_drafts, not stage.is_whole
+        if not self.is_in(stage):
+            features = () if self.head is None else self.head.feature_layers
+            if stage.is_first:
+                return LastStage(num_tokens, features, schedule.max_num_seqs)
+            return PreviousStage(num_tokens, features)
         if speculation.method == "ngram":
             longest, shortest = speculation.prompt_lookup_max, speculation.prompt_lookup_min
             assert longest is not None is not shortest, "the configuration has resolved both"
@@ -75,6 +85,7 @@ class LoadedDraft(Draft):
                 kv_dtype.name,
                 self.backend,
                 kv_group=_widest_group(arch),
+                is_greedy=is_greedy,
             )
         return DraftModel(
             num_tokens,
@@ -87,6 +98,7 @@ class LoadedDraft(Draft):
             chunk=max(FREE_TOKENS if schedule.few_programs else 64, SPECULATIVE_ROWS),
             tree=speculation.tree,
             is_mapped="outputs" in self.params,
+            is_greedy=is_greedy,
         )
 
 
@@ -107,6 +119,7 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> LoadedDraft:
         quantization=speculation.quantization,
         activation_quantization=None,
         tensor_parallel_size=1,
+        pipeline_parallel_size=1,
         expert_parallel_size=1,
         data_parallel_size=1,
         attention_backend="auto",
@@ -169,7 +182,8 @@ def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: Arch
         native = not_packed(config, weight_format(None), dtype) is None
         params, head = load_draft_layer(directory, method, arch, dtype, partial(matrix_transform, native=native))
         head = dataclasses.replace(head, arch=_within_pages(head.arch, arch))
-        return LoadedDraft(params, head.arch, _draft_backend(config, arch, head.arch), head)
+        params |= _own_embedding(config, arch, params)
+        return LoadedDraft(params, head.arch, _draft_backend(config, arch, head.arch), head, reads_features=True)
     params = load_medusa(directory, arch, dtype)
     num_heads = len(params["blocks"])
     if speculation.max_drafts > num_heads:
@@ -177,7 +191,7 @@ def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: Arch
             f"num_speculative_tokens must be at most the number of heads in {directory}, got "
             f"{speculation.max_drafts} and {num_heads}"
         )
-    return LoadedDraft(params)
+    return LoadedDraft(params, reads_features=True)
 
 
 def _load_following_layer(config: EngineConfig, arch: ArchConfig, directory: Path) -> LoadedDraft:
@@ -198,7 +212,16 @@ def _load_following_layer(config: EngineConfig, arch: ArchConfig, directory: Pat
     layer = dataclasses.replace(_within_pages(draft_head.following_arch(arch), arch), schemes=schemes)
     params = build_layer_params(config, layer, draft_head.following_specs(layer, found[0]), directory, found[0])
     local = layer.local(config.tensor_parallel_size)
-    return LoadedDraft(params, local, _draft_backend(config, arch, local), LayerHead("mtp", local), is_split=True)
+    params |= _own_embedding(config, arch, params)
+    backend, head = _draft_backend(config, arch, local), LayerHead("mtp", local)
+    return LoadedDraft(params, local, backend, head, is_split=True, reads_features=True)
+
+
+def _own_embedding(config: EngineConfig, arch: ArchConfig, params: Params) -> Params:
+    """Return a copy of the model's embedding for a draft layer in a last stage that has none; else empty."""
+    if config.pipeline_parallel_size == 1 or arch.tied_embeddings or "embed" in params:
+        return {}
+    return build_embedding(config, arch)
 
 
 def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -> Params:

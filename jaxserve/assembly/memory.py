@@ -19,7 +19,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.execution.sampling import LogprobLayout
 from jaxserve.execution.state import new_encoder_cache, new_pool, new_slots, new_states
 from jaxserve.models import registry
-from jaxserve.models.arch import ArchConfig
+from jaxserve.models.arch import ArchConfig, Stage
 from jaxserve.models.family import widest_output
 from jaxserve.models.vision.tower import num_flops, tower_specs
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
@@ -134,7 +134,7 @@ def build_schedule(
     kv_dtype: jnp.dtype,
     backend: str,
     stages: Sequence[tuple[ArchConfig, Sequence[Memory]]],
-    draft_page: Callable[[int], int] = lambda page_size: 0,
+    draft_page: Callable[[Stage, int], int] = lambda stage, page_size: 0,
 ) -> ScheduleConfig:
     """Return the resolved sizes; the pool size comes from `num_pages` or from free memory.
 
@@ -145,12 +145,12 @@ def build_schedule(
         backend: attention backend, which determines the pool layout.
         stages: each pipeline stage's sizes on one device, and its devices in all replicas; the device with the least
             free memory decides.
-        draft_page: page bytes of a draft model's pool, by tokens per page.
+        draft_page: page bytes of a draft model's pool, by stage and tokens per page.
     """
     page_size = choose_page_size(config, arch, kv_dtype, backend)
     counts = []
     for stage, devices in stages:
-        num_bytes = page_bytes(stage, page_size, kv_dtype, backend) + draft_page(page_size)
+        num_bytes = page_bytes(stage, page_size, kv_dtype, backend) + draft_page(stage.stage, page_size)
         require_memory(config, stage, num_bytes, devices)
         counts.append(config.num_pages or _num_pages_that_fit(config, stage, page_size, num_bytes, devices))
     num_pages = min(counts)

@@ -173,7 +173,7 @@ def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
 def build_layer_params(
     config: EngineConfig, arch: ArchConfig, specs: Sequence[ParamSpec], directory: str | os.PathLike[str], prefix: str
 ) -> Params:
-    """Load one more layer for the first replica, in the layout that the others have.
+    """Load one more layer for the first replica's last stage, in the layout that the others have.
 
     Args:
         config: engine options.
@@ -183,7 +183,15 @@ def build_layer_params(
         prefix: tensor name prefix.
     """
     make = partial(weights.load, directory, prefix=prefix)
-    return _make_params(config, arch, make, specs, specs, build_meshes(config)[0])
+    return _make_params(config, arch, make, specs, specs, build_meshes(config)[config.pipeline_parallel_size - 1])
+
+
+def build_embedding(config: EngineConfig, arch: ArchConfig) -> Params:
+    """Load the model's embedding, whole on each device of the first replica's last stage."""
+    specs = registry.param_specs(arch)
+    rows = [spec for spec in specs if spec.path == ("embed",)]
+    params = _read_params(config, arch, partial(weights.load, config.model_path), specs, rows, None)
+    return on_every_device(params, build_meshes(config)[config.pipeline_parallel_size - 1])
 
 
 def _make_stages(
@@ -205,7 +213,19 @@ def _make_params(
     rows: Sequence[ParamSpec],
     mesh: Mesh | None,
 ) -> Params:
-    """Make parameters as the programs take them: quantised, packed, sharded over a mesh, stacked.
+    """Make parameters as the programs take them: as `_read_params` does, and stacked."""
+    return stacked_if_scanned(_read_params(config, arch, make, specs, rows, mesh), arch)
+
+
+def _read_params(
+    config: EngineConfig,
+    arch: ArchConfig,
+    make: Callable[..., Params],
+    specs: Sequence[ParamSpec],
+    rows: Sequence[ParamSpec],
+    mesh: Mesh | None,
+) -> Params:
+    """Read parameters: quantised, packed and sharded over a mesh.
 
     Args:
         config: engine options.
@@ -224,8 +244,7 @@ def _make_params(
         logger.info("the native kernels do not multiply matrices: %s", reason)
     transform = matrix_transform(specs, form, native=reason is None, matrix_dtype=matrices)
     with registry.config_errors(), cache_scope(config)():  # quantisation is compiled too
-        params = make(specs, dtype, _shardings(mesh, rows), transform, schemes=arch.schemes, rows=rows)
-        return stacked_if_scanned(params, arch)
+        return make(specs, dtype, _shardings(mesh, rows), transform, schemes=arch.schemes, rows=rows)
 
 
 def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:

@@ -34,7 +34,7 @@ from jaxserve.execution.encoder_program import (
 from jaxserve.execution.moved_pools import kv_pools, state_pools
 from jaxserve.execution.page_programs import MOVED_STATES, KVLayout, PageProgram, PagePrograms
 from jaxserve.execution.pooling_program import make_pooling_step
-from jaxserve.execution.proposer import Observer, Proposer
+from jaxserve.execution.proposer import Observer, Proposer, ReadsFeatures
 from jaxserve.execution.round import Model
 from jaxserve.execution.stage_step import (
     LastStep,
@@ -43,9 +43,10 @@ from jaxserve.execution.stage_step import (
     make_speculative_last_step,
     make_speculative_stage_step,
     make_stage_step,
+    make_take_sampled,
     num_sampled_rows,
+    set_history,
     stage_state_arrays,
-    take_sampled,
 )
 from jaxserve.execution.state import (
     ServeState,
@@ -152,6 +153,8 @@ class Lowering:
         num_adapters = 0 if self.adapters is None else self.adapters.num_slots
         sizes: dict[str, Any] = {"num_devices": self.num_devices, "max_logprobs": self.sizes.max_logprobs}
         sizes |= {"sparsity": self.sizes.sparsity, "num_adapters": num_adapters}
+        if isinstance(self.proposer, ReadsFeatures):
+            sizes["features"] = self.proposer.feature_layers
         return Model.from_arch(self.arch, backend=self.backend, observer=self.observer, **sizes)
 
     @cached_property
@@ -207,13 +210,14 @@ class Lowering:
                 program: Any = make_last_step(self.model, layout, self.sizes.max_drafts)
             else:
                 program = make_stage_step(self.model, layout)
-            return self._lower(program, layout, self._text_shapes, *self._hidden(bucket))
+            return self._lower(program, layout, self._observed_shapes, *self._hidden(bucket))
         return self._lower(make_serve_step(self.model, layout, num_rounds), layout, self._observed_shapes)
 
     def _hidden(self, num_tokens: int) -> list[jax.ShapeDtypeStruct]:
-        """Return the shape of the hidden states that a pipeline stage takes from the previous one, if there is one."""
+        """Return the shape of the hidden states and features that a stage takes from the previous one, if any."""
         dtype = jax.tree.leaves(self.param_shapes["final_norm"])[0].dtype
-        return [] if self.arch.stage.is_first else [self._operand((num_tokens, self.arch.hidden_size), dtype)]
+        width = (1 + self.model.num_carried) * self.arch.hidden_size
+        return [] if self.arch.stage.is_first else [self._operand((num_tokens, width), dtype)]
 
     def split(self, bucket: int) -> tuple[Lower, Lower]:
         """Return functions that trace and lower both programs for split plans with `bucket` rows."""
@@ -247,12 +251,15 @@ class Lowering:
         if stage.is_whole:
             return self._lower(make_speculative_step(self.model, layout, self.proposer, num_rounds), layout, shapes)
         assert num_rounds == 1, "stages run one round"
-        make = make_speculative_last_step if stage.is_last else make_speculative_stage_step
+        if stage.is_last:
+            program = make_speculative_last_step(self.model, layout, self.proposer, self.sizes.page_size)
+        else:
+            program = make_speculative_stage_step(self.model, layout, self.proposer)
         before = self._hidden(layout.num_rows * (self.proposer.max_nodes + 1))
         if before:
             sizes = (layout.num_rows, self.proposer.max_nodes), (layout.num_rows,)
             before += [self._operand(size, jnp.int32) for size in sizes]
-        return self._lower(make(self.model, layout, self.proposer), layout, shapes, *before)
+        return self._lower(program, layout, shapes, *before)
 
     @property
     def _adapted_weights(self) -> Params:
@@ -294,8 +301,13 @@ class Lowering:
         copy = partial(copy_pages, axis=model.arch.token_axis)
         if not self.arch.stage.is_last:
             sampled = self._operand((num_sampled_rows(self.sizes.max_drafts), self.sizes.max_num_seqs), jnp.int32)
-            takes = writer(take_sampled, stage_state_arrays(state), sampled)
-            return {**admit, "copy_pages": writer(copy, state.kv_pages, copies), "take_sampled": takes}
+            history, takes = state.slots.token_history, make_take_sampled(self.proposer)
+            return {
+                **admit,
+                "copy_pages": writer(copy, state.kv_pages, copies),
+                "set_history": writer(set_history, history, index, self._operand(history.shape[1:], jnp.int32)),
+                "take_sampled": writer(takes, stage_state_arrays(state), sampled),
+            }
         layout = CompactionLayout.from_config(self.sizes)
         compact: dict[str, Lower] = {} if layout is None else {"compact": partial(self._compaction, layout)}
         return compact | {

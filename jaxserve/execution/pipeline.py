@@ -67,9 +67,10 @@ class Pipeline:
         compiles, upload = compile_counter.count, self._last.packer.pack(plan, program.num_tokens)
         self._take_sampled(plan)
         before: tuple[jax.Array, ...] = ()
-        unsampled = upload._replace(slot_rows=(), masks=())  # only the last stage has these tables
-        for stage, sharding in zip(self.stages[:-1], self._shardings[1:], strict=True):
-            before = jax.device_put(stage.run(plan, program, unsampled, *before), sharding)
+        # Only the last stage has these tables. The first one has the histories too, which it may draft by.
+        uploads = [upload._replace(masks=()), *[upload._replace(slot_rows=(), masks=())] * (len(self.stages) - 2)]
+        for stage, sharding, own in zip(self.stages[:-1], self._shardings[1:], uploads, strict=True):
+            before = jax.device_put(stage.run(plan, program, own, *before), sharding)
         output, sampled = self._last.run(plan, program, upload, *before)
         step = self._last.started(plan, output, compiles)
         slots = frozenset(slot for slot, max_new in zip(plan.slots, plan.max_new, strict=True) if max_new)

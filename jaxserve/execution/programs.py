@@ -26,7 +26,7 @@ Shapes = Sequence[StepShape]
 
 # programs that allocate the state or write to it
 _WRITERS = (
-    *("new_state", "admit", "set_adapter", "copy_pages", "set_slot", "set_masks", "take_sampled"),
+    *("new_state", "admit", "set_adapter", "copy_pages", "set_slot", "set_masks", "set_history", "take_sampled"),
     *("gather_pages", "scatter_pages", "gather_states", "scatter_states", "keep_state"),
 )
 _POLL_S = 0.01

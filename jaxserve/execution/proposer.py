@@ -125,6 +125,29 @@ class Proposer(Protocol):
 
 
 @runtime_checkable
+class StageProposer(Proposer, Protocol):
+    """Proposer for a pipeline stage before the last one, which learns later which tokens were sampled."""
+
+    def take(
+        self,
+        state: Any,
+        slot: Int[Array, " S"],
+        length: Int[Array, " S"],
+        num_drafts: Int[Array, " S"],
+        token_ids: Int[Array, "S K"],
+    ) -> Any:
+        """Return the state after a round.
+
+        Args:
+            state: the proposer's own state.
+            slot: slots of the rows that have sampled; slots out of range are padding.
+            length: length of each sequence's history before its last known token.
+            num_drafts: number of tokens that the last stage has drafted to follow it.
+            token_ids: these tokens.
+        """
+
+
+@runtime_checkable
 class PagedProposer(Proposer, Protocol):
     """Proposer whose state has a pool, `kv_pages`, with entries that later requests with the same prefix use."""
 
@@ -134,15 +157,20 @@ class PagedProposer(Proposer, Protocol):
 
 
 @runtime_checkable
-class Observer(Proposer, Protocol):
-    """Proposer that reads the model's hidden states, even in plain steps."""
+class ReadsFeatures(Proposer, Protocol):
+    """Proposer for which layers must return their inputs, for itself or for the one in a later pipeline stage."""
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose inputs it reads, each once; empty for the hidden states after the final norm.
+        """Layers whose inputs are read, each once; empty for the hidden states after the final norm.
 
         The number of layers denotes the last layer's output.
         """
+
+
+@runtime_checkable
+class Observer(ReadsFeatures, Protocol):
+    """Proposer that reads the model's hidden states, even in plain steps."""
 
     def observe(
         self,

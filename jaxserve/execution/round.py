@@ -94,6 +94,8 @@ class Model:
         logprobs: packed log probability layout.
         split: logits layout over devices; None if they are whole.
         observer: proposer that observes all steps; None without one.
+        features: layers of the whole model whose inputs an observer reads, here or in the last pipeline stage; empty if
+            it reads the hidden states after the final norm.
         sparsity: rule by which output tokens see fewer keys and values; None if they see all.
         num_adapters: adapters in the state's stacks.
     """
@@ -103,6 +105,7 @@ class Model:
     logprobs: LogprobLayout
     split: VocabSplit | None = None
     observer: Observer | None = None
+    features: tuple[int, ...] = ()
     sparsity: Sparsity | None = None
     num_adapters: int = 0
 
@@ -114,18 +117,28 @@ class Model:
         num_devices: int = 1,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         observer: Observer | None = None,
+        features: tuple[int, ...] = (),
         sparsity: Sparsity | None = None,
         num_adapters: int = 0,
     ) -> Model:
         """Return the static parameters of steps for `arch`: for one of `num_devices` shards of it, in a shard_map."""
         local, layout = arch.local(num_devices), LogprobLayout.from_sizes(max_logprobs, arch.vocab_size)
         split = VocabSplit(local.vocab_axis, num_devices, arch.vocab_size) if local.vocab_axis else None
-        return Model(local, backend, layout, split, observer, sparsity, num_adapters)
+        return Model(local, backend, layout, split, observer, features, sparsity, num_adapters)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose inputs the observer reads; empty if it reads the hidden states after the final norm."""
-        return () if self.observer is None else self.observer.feature_layers
+        """Layers here whose inputs the observer reads; the last layer's output also has an index."""
+        stage, count = self.arch.stage, self.arch.num_layers
+        if stage.is_whole:
+            return self.features
+        local = (layer - stage.first_layer for layer in sorted(self.features))
+        return tuple(layer for layer in local if 0 <= layer < count + stage.is_last)
+
+    @property
+    def num_carried(self) -> int:
+        """Number of features from earlier pipeline stages, which accompany the hidden states."""
+        return sum(layer < self.arch.stage.first_layer for layer in self.features)
 
     @property
     def can_leave_out_tokens(self) -> bool:
@@ -138,7 +151,7 @@ class Model:
         layer, is_cpu = self.arch.last_kv_layer, target_platform() == "cpu" and self.backend in ("native", "xla")
         if layer is None or self.arch.token_axis is not None or not is_cpu:
             return False
-        return self.observer is None or (self.feature_layers != () and max(self.feature_layers) <= layer)
+        return self.observer is None or (self.features != () and max(self.feature_layers, default=0) <= layer)
 
     def observing(self, params: Any) -> tuple[Params, Observe | None]:
         """Split a program's parameters: return the model's, and the observer's `observe` bound to all of them.
@@ -171,7 +184,7 @@ def plain_round(
     index: Int[Array, ""],
     model: Model,
     observe: Observe | None = None,
-    before: Float[Array, "T D"] | None = None,
+    before: Float[Array, "T before"] | None = None,
 ) -> tuple[ServeState, StepOutput]:
     """Run the model on one round's tokens, and sample; return the state, and the output of this round.
 
@@ -204,7 +217,7 @@ def compute_tokens(
     tokens: Tokens,
     model: Model,
     observe: Observe | None = None,
-    before: Float[Array, "T D"] | None = None,
+    before: Float[Array, "T before"] | None = None,
 ) -> tuple[ServeState, Float[Array, "R V"], Float[Array, "T D"]]:
     """Run the model; return the state with new keys and values, each row's last logits, and hidden states.
 
@@ -294,12 +307,12 @@ def run_model(
     tree_mask: Int[Array, " T"] | None = None,
     state_rows: StateRows | None = None,
     last_only: Bool[Array, ""] | bool = False,
-    before: Float[Array, "T D"] | None = None,
-) -> tuple[Float[Array, "T D"], Float[Array, "T observed"], ServeState]:
+    before: Float[Array, "T before"] | None = None,
+) -> tuple[Float[Array, "T after"], Float[Array, "T observed"], ServeState]:
     """Run the model's layers on `tokens`; return their hidden states, their features for an observer, and the state.
 
-    Features are the inputs of `model.feature_layers`, or the hidden states if there are none. The state has the tokens'
-    keys, values, recurrent states and expert counts.
+    Features are the inputs of `model.features`, or the hidden states if there are none; between pipeline stages they
+    follow the hidden states in one array. The state has the tokens' keys, values, recurrent states and expert counts.
 
     Args:
         params: the model's parameters.
@@ -354,16 +367,26 @@ def run_model(
     if last_only is not False and can_leave_out and rows.slot.shape[0] < tokens.row.shape[0]:
         context = dataclasses.replace(context, last=groups[0].last_tokens()[1])
         needs_all = None if last_only is True else ~last_only
+    stage_input = None if before is None else before[:, : arch.hidden_size]
     hidden, features, context = decoder.forward_with_features(
-        with_adapters(params, state.adapters), arch, tokens.token_ids, context, model.feature_layers, needs_all, before
+        with_adapters(params, state.adapters),
+        *(arch, tokens.token_ids, context, model.feature_layers, needs_all, stage_input),
     )
+    if before is not None and model.features:
+        features = jnp.concatenate([before[:, arch.hidden_size :], features], axis=1)
+        if arch.stage.is_last:  # so far by layer
+            order = [sorted(model.features).index(layer) for layer in model.features]
+            parts = jnp.split(features, len(order), axis=1)
+            features = jnp.concatenate([parts[index] for index in order], axis=1)
     attention = PagedAttention.after(context)
     if shards is not None:
         hidden = all_tokens(hidden, arch.token_axis).at[shards.padded_index].get(**CLIPPED)
     state = dataclasses.replace(
         state, kv_pages=attention.kv_pages, states=attention.states, expert_tokens=context.expert_tokens
     )
-    return hidden, features if model.feature_layers else hidden, state
+    if not arch.stage.is_last:
+        return jnp.concatenate([hidden, features], axis=1), features, state
+    return hidden, features if model.features else hidden, state
 
 
 def with_counts(state: ServeState, output: StepOutput) -> tuple[ServeState, StepOutput]:

@@ -18,7 +18,7 @@ from jaxserve.execution.packer import BatchPacker, StepUpload
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.round import StepOutput
-from jaxserve.execution.sampling import LogprobLayout
+from jaxserve.execution.sampling import LogprobLayout, SlotRow
 from jaxserve.execution.state import ServeState
 from jaxserve.layers.pools import read_pages
 from jaxserve.layers.sharding import from_every_host
@@ -240,13 +240,23 @@ class Runner:
         for blob in upload.admissions:
             self.state = self.programs.writers["admit"](self.state, blob)
         for slot, row in upload.slot_rows:
-            self.state = self.programs.writers["set_slot"](self.state, np.int32(slot), row)
+            self._set_slot(slot, row)
         self._set_masks(upload.masks)
         for blob in upload.copies:
             self.state = self._copy_pages(self.state, blob)
         compute, *_ = self.programs.take(program, plan.shape)
         self.state, output = compute(params, self.state, upload.blob, *before)
         return output
+
+    def _set_slot(self, slot: int, row: SlotRow) -> None:
+        """Write a new request's tables; a stage before the last one has only its token history."""
+        assert self.state is not None, "a state that sleeps gets no requests"
+        if self.arch.stage.is_last:
+            self.state = self.programs.writers["set_slot"](self.state, np.int32(slot), row)
+            return
+        slots = self.state.slots
+        history = self.programs.writers["set_history"](slots.token_history, np.int32(slot), row.token_ids)
+        self.state = dataclasses.replace(self.state, slots=dataclasses.replace(slots, token_history=history))
 
     def started(self, plan: StepPlan, output: StepOutput | Unsampled, compiles: int) -> RunningStep:
         """Return the handle of a dispatched step, after starting its download unless its plan is split.

@@ -30,8 +30,9 @@ from jaxserve.execution.state import CLIPPED, ServeState
 from jaxserve.layers.pools import Pool
 from jaxserve.models.params import Params
 
-# From a pipeline stage to the next one in a speculative round: hidden states, drafted tokens, and their number per row.
-Before = tuple[Float[Array, "T D"], Int[Array, "R N"], Int[Array, " R"]]
+# From a pipeline stage to the next one in a speculative round: hidden states and features, drafted tokens, and their
+# number per row.
+Before = tuple[Float[Array, "T before"], Int[Array, "R N"], Int[Array, " R"]]
 
 
 def make_speculative_step(model: Model, layout: BatchLayout, proposer: Proposer, max_rounds: int) -> Any:
@@ -192,7 +193,7 @@ def _verify(
     drafts: Drafts,
     num_rows: Int[Array, ""],
     model: Model,
-    before: Float[Array, "T D"] | None,
+    before: Float[Array, "T before"] | None,
 ) -> tuple[Float[Array, "N1 R V"], Float[Array, "RN1 observed"], ServeState]:
     """Run the model on each row's last known token and its drafted ones, N1 nodes per row.
 

@@ -99,6 +99,7 @@ class DraftLayer:
         kv_dtype: pool dtype name.
         backend: attention backend.
         kv_group: model KV group whose pages it uses.
+        is_greedy: True to draft the most likely tokens rather than to sample them.
     """
 
     max_drafts: int
@@ -110,6 +111,7 @@ class DraftLayer:
     kv_dtype: str
     backend: str
     kv_group: int
+    is_greedy: bool = False
 
     @property
     def max_nodes(self) -> int:
@@ -212,8 +214,9 @@ class DraftLayer:
             return self._logits(params, normed), (normed if self.head.norms_output else hidden, kv_pages)
 
         first = own.feature.at[rows.slot].get(**CLIPPED), own.kv_pages
+        K, V = self.max_drafts, None if self.is_greedy else self.vocab_size
         drafts, (_, kv_pages) = draft_chain(
-            state, rows, num_drafts, base_seed, compute, first, max_drafts=self.max_drafts, vocab_size=self.vocab_size
+            state, rows, num_drafts, base_seed, compute, first, max_drafts=K, vocab_size=V
         )
         return drafts, dataclasses.replace(own, kv_pages=kv_pages)
 

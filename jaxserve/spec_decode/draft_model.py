@@ -67,6 +67,7 @@ class DraftModel:
         tree: tree shape, K levels, filled with the most likely tokens; None for a chain of sampled tokens.
         is_mapped: True if the draft model has another tokenizer; its parameters then include the `CommonTokens` arrays,
             each as long as the target vocabulary.
+        is_greedy: True to draft the most likely tokens in chains too, rather than to sample them.
     """
 
     max_drafts: int
@@ -79,6 +80,7 @@ class DraftModel:
     chunk: int
     tree: TokenTree | None = None
     is_mapped: bool = False
+    is_greedy: bool = False
 
     @property
     def max_nodes(self) -> int:
@@ -94,6 +96,17 @@ class DraftModel:
     def admit(self, state: DraftState, slot: Int[Array, " A"]) -> DraftState:
         """Return the state with nothing cached for these slots; slots out of range are padding."""
         return dataclasses.replace(state, length=state.length.at[slot].set(0, mode="drop"))
+
+    def take(
+        self,
+        state: DraftState,
+        slot: Int[Array, " S"],
+        length: Int[Array, " S"],
+        num_drafts: Int[Array, " S"],
+        token_ids: Int[Array, "S K"],
+    ) -> DraftState:
+        """Return the state without entries for tokens that were drafted, but not accepted; see `StageProposer`."""
+        return dataclasses.replace(state, length=state.length.at[slot].min(length, mode="drop"))
 
     def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> DraftState:
         """Return the state after a round, with each row's length extended by its accepted drafts.
@@ -169,7 +182,7 @@ class DraftModel:
             hidden, kv_pages = self._forward(params, state, at, rows.start, drafted, kv_pages, num_tokens)
             return self._logits(params, hidden.at[at.cu_q_lens[1:] - 1].get(**CLIPPED)), kv_pages
 
-        pool, K, V = state.draft.kv_pages, self.max_drafts, self.vocab_size
+        pool, K, V = state.draft.kv_pages, self.max_drafts, None if self.is_greedy else self.vocab_size
         return draft_chain(state, rows, num_drafts, base_seed, compute, pool, max_drafts=K, vocab_size=V)
 
     def _draft_tree(

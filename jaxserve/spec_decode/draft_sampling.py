@@ -40,7 +40,7 @@ def draft_chain(
     carry: Carry,
     *,
     max_drafts: int,
-    vocab_size: int,
+    vocab_size: int | None,
 ) -> tuple[Drafts, Carry]:
     """Draft a chain for each row, token by token, each sampled with the row's parameters.
 
@@ -53,12 +53,23 @@ def draft_chain(
             index in the chain, a mask of the rows that draft it, the tokens drafted so far, and the last carry.
         carry: carry for the first token: any pytree.
         max_drafts: maximum drafts per row, K.
-        vocab_size: vocabulary size, V.
+        vocab_size: vocabulary size, V; None to draft the most likely tokens, without weights.
 
     Returns:
         The drafts, and the last carry.
     """
     R = rows.slot.shape[0]
+    token_ids = jnp.zeros((R, max_drafts), jnp.int32)
+    if vocab_size is None:
+
+        def draft_likely(index: Int[Array, ""], so_far: tuple[Array, Carry]) -> tuple[Array, Carry]:
+            token_ids, carry = so_far
+            logits, carry = compute(index, index < num_drafts, token_ids, carry)
+            likely = jnp.argmax(logits, axis=1).astype(jnp.int32)
+            return lax.dynamic_update_slice(token_ids, likely[:, None], (0, index)), carry
+
+        token_ids, carry = lax.fori_loop(0, jnp.max(num_drafts), draft_likely, (token_ids, carry))
+        return Drafts(token_ids, num_drafts, None), carry
     records = state.sequences.records.at[rows.slot].get(**CLIPPED)
 
     def draft(index: Int[Array, ""], so_far: tuple[Array, Array, Carry]) -> tuple[Array, Array, Carry]:
@@ -69,7 +80,6 @@ def draft_chain(
         drawn, weights = draw_draft(logits, sampling, index, weights, base_seed)
         return lax.dynamic_update_slice(token_ids, drawn[:, None], (0, index)), weights, carry
 
-    token_ids = jnp.zeros((R, max_drafts), jnp.int32)
     weights = jnp.zeros((max_drafts, R, vocab_size), jnp.float32)
     token_ids, weights, carry = lax.fori_loop(0, jnp.max(num_drafts), draft, (token_ids, weights, carry))
     return Drafts(token_ids, num_drafts, weights), carry

@@ -43,6 +43,17 @@ class NGram:
         """Return the state, which is None."""
         return state
 
+    def take(
+        self,
+        state: Any,
+        slot: Int[Array, " S"],
+        length: Int[Array, " S"],
+        num_drafts: Int[Array, " S"],
+        token_ids: Int[Array, "S K"],
+    ) -> Any:
+        """Return the state, which is None."""
+        return state
+
     def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> Any:
         """Return the proposer's state, which is None."""
         return state.draft

@@ -2,17 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import draft_layers
 import jax
 import numpy as np
 import pytest
+import transformers
 from hypothesis import given, settings
+from safetensors.numpy import save_file
 
-from jaxserve import LLM, LoRARequest
+from jaxserve import LLM, LoRARequest, weights
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
@@ -207,18 +211,68 @@ def test_steps_take_one_copy_per_stage_and_no_wait(
     assert engine.stats.num_compiles == 0
 
 
-def test_drafts_have_the_tokens_of_one_stage_without_drafts(checkpoint: Path, start_stages: Start) -> None:
-    """Drafts of repeated tokens are often right; rows are preempted and find their pages again."""
-    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
+@pytest.fixture(scope="module")
+def drafting(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """Return a method's options: the model drafts for itself; heads and layers repeat what the model says."""
+
+    @cache
+    def drafting(method: str) -> dict[str, Any]:
+        options: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+        path = tmp_path_factory.mktemp(method)
+        if method == "ngram":
+            return options | {"prompt_lookup_min": 1}
+        if method == "draft_model":
+            path = checkpoint
+        elif method == "medusa":
+            size = weights.read_config(checkpoint)["hidden_size"]
+            heads = {f"{n}.0.linear.weight": np.zeros((size, size), np.float32) for n in range(3)}
+            save_file(heads, path / "a.safetensors")
+        elif method == "eagle3":
+            draft_layers.write_eagle3(path, transformers.AutoModelForCausalLM.from_pretrained(checkpoint), (0, 3, 4))
+        elif method == "mtp":
+            draft_layers.write_mtp(path, transformers.AutoModelForCausalLM.from_pretrained(checkpoint))
+        return options | {"model": str(path)}
+
+    return drafting
+
+
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [
+        ("draft_model", (2, 1)),
+        ("eagle3", (4, 1)),
+        *(
+            pytest.param(*each, marks=pytest.mark.full)
+            for each in (
+                *(("ngram", (3, 1)), ("draft_model", (4, 2)), ("mtp", (4, 1)), ("medusa", (4, 2))),
+                *(("eagle3", (2, 2)), ("draft_model", (4, 1)), ("mtp", (2, 2))),
+            )
+        ),
+    ],
+)
+def test_drafts_have_the_tokens_of_one_stage_without_drafts(
+    checkpoint: Path,
+    start_stages: Start,
+    drafting: Callable[[str], dict[str, Any]],
+    method: str,
+    sizes: tuple[int, int],
+) -> None:
+    """Drafts are often right; rows are sampled or greedy, are preempted and find their pages again."""
+    num_stages, num_devices = sizes
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    varied = (greedy, replace(greedy, logprobs=1), replace(greedy, temperature=0.3, seed=3), greedy)
     prompts = [[*tokens(3, number)] * 4 for number in range(4)]
-    workload = [Job(prompt, greedy, arrival=index) for index, prompt in enumerate(prompts)]
-    drafting = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": False}
-    config = EngineConfig(str(checkpoint), pipeline_parallel_size=3, speculative_config=drafting, **STAGE_SIZES)
+    workload = [
+        Job(prompt, each, arrival=index) for index, (prompt, each) in enumerate(zip(prompts, varied, strict=True))
+    ]
+    degrees = {"pipeline_parallel_size": num_stages, "tensor_parallel_size": num_devices}
+    config = EngineConfig(str(checkpoint), speculative_config=drafting(method), **STAGE_SIZES | degrees)
     with closing(DrivenEngine(config)) as engine:
-        for output, wanted in zip(run(engine, workload), run(start_stages(1), workload), strict=True):
+        for output, wanted in zip(run(engine, workload), run(start_stages(1, num_devices), workload), strict=True):
             assert_same(output, wanted)
-        assert engine.stats.num_accepted_tokens > 9
+        assert engine.stats.num_accepted_tokens > (9 if method == "ngram" else 0)
         assert engine.stats.num_compiles == 0
+        assert engine.stats.acceptance_rate > (0.5 if method == "draft_model" else 0), "the draft is the model"
         engine.check_integrity()
 
 
@@ -295,8 +349,8 @@ def test_a_failed_stage_loses_no_later_request(start_stages: Start, monkeypatch:
         ({"pipeline_parallel_size": 6}, "must be at most 5, the number of stages with attention into which the 5"),
         ({"pipeline_parallel_size": 5, "tensor_parallel_size": 2}, "got 2 x 5 x 1 and 8"),
         (
-            {"pipeline_parallel_size": 2, "speculative_config": {"method": "medusa", "model": "heads"}},
-            "the method in speculative_config must be in .* with a pipeline_parallel_size above 1, got 'medusa'",
+            {"pipeline_parallel_size": 2, "speculative_config": {"speculative_token_tree": [(0,), (1,)]}},
+            "speculative_token_tree must be None with a pipeline_parallel_size above 1",
         ),
         (
             {"pipeline_parallel_size": 2, "enable_lora": True, "lora_extras": ["embeddings"]},
