@@ -79,7 +79,6 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
             f"count_expert_tokens must be False, as {arch.architecture} has no experts, got True; drop it"
         )
     meshes, stages = build_meshes(config), divide(arch, config.pipeline_parallel_size)
-    check_stages(config, arch)
     local_arch = arch.local(config.tensor_parallel_size)
     kv_dtype = pool_dtype(config, compute_dtype(config, arch))
     backend = select_backend(config, local_arch, kv_dtype)
@@ -87,18 +86,6 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
     for index, stage in enumerate(stages):
         local, devices = stage.local(config.tensor_parallel_size), _devices(meshes[index :: len(stages)])
         require_memory(config, local, page_bytes(local, page_size, kv_dtype, backend), devices)
-
-
-def check_stages(config: EngineConfig, arch: ArchConfig) -> None:
-    """Raise ConfigError if there are several pipeline stages, and the model has what they do not carry."""
-    if config.pipeline_parallel_size == 1:
-        return
-    if arch.pooler is not None:
-        raise ConfigError(
-            f"pipeline_parallel_size must be 1 for models that pool, got {config.pipeline_parallel_size}; take "
-            "tensor_parallel_size",
-            about=("pipeline_parallel_size",),
-        )
 
 
 @contextlib.contextmanager

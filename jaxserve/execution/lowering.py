@@ -204,10 +204,11 @@ class Lowering:
         """Trace and lower the step for up to `bucket` tokens and `num_rounds` rounds."""
         layout = BatchLayout.from_config(self.sizes, bucket)
         if self.arch.pooler is not None:
-            return self._lower(make_pooling_step(self.model, layout), layout, self._text_shapes)
+            program: Any = make_pooling_step(self.model, layout)
+            return self._lower(program, layout, self._text_shapes, *self._hidden(bucket))
         if not self.arch.stage.is_whole:
             if self.arch.stage.is_last:
-                program: Any = make_last_step(self.model, layout, self.sizes.max_drafts)
+                program = make_last_step(self.model, layout, self.sizes.max_drafts)
             else:
                 program = make_stage_step(self.model, layout)
             return self._lower(program, layout, self._observed_shapes, *self._hidden(bucket))

@@ -71,6 +71,8 @@ class Pipeline:
         uploads = [upload._replace(masks=()), *[upload._replace(slot_rows=(), masks=())] * (len(self.stages) - 2)]
         for stage, sharding, own in zip(self.stages[:-1], self._shardings[1:], uploads, strict=True):
             before = jax.device_put(stage.run(plan, program, own, *before), sharding)
+        if self.schedule.pools:  # no row has another token
+            return self._last.started(plan, self._last.run(plan, program, upload, *before), compiles)
         output, sampled = self._last.run(plan, program, upload, *before)
         step = self._last.started(plan, output, compiles)
         slots = frozenset(slot for slot, max_new in zip(plan.slots, plan.max_new, strict=True) if max_new)

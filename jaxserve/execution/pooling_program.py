@@ -7,7 +7,7 @@ in place of that token, which ends the request.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
 def make_pooling_step(model: Model, layout: BatchLayout) -> Program:
     """Return the program (params, state, blob) -> (state, output) for a pooling model's step.
 
-    To be jitted with `state` donated. `layout` has the bucket's sizes.
+    To be jitted with `state` donated. `layout` has the bucket's sizes. A pipeline stage also takes the previous one's
+    hidden states, unless it is the first one, and only the last one pools; the others return their hidden states.
     """
     assert model.arch.pooler is not None, "a model that pools has a pooler"
     kind, has_head = model.arch.pooler.kind, model.arch.pooler.num_labels > 0
 
-    def pooling_step(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
+    def pooling_step(params: Params, state: ServeState, blob: Array, *before: Array) -> tuple[ServeState, Any]:
         state, batch = begin(state, layout, blob)
         sequences = state.sequences
         rows = planned_rows(sequences, batch, jnp.int32(0))
-        row, _, before, live = place_tokens(rows, layout.num_tokens)
+        row, _, at, live = place_tokens(rows, layout.num_tokens)
         planned = jnp.arange(layout.num_tokens, dtype=jnp.int32)  # no row has stopped
         token_ids = jnp.maximum(batch.token_ids, 0)
-        tokens = Tokens(row, before.history, before.position, live, planned, token_ids)
+        tokens = Tokens(row, at.history, at.position, live, planned, token_ids)
         hidden, _, state = run_model(
             params,
             state,
@@ -51,16 +52,19 @@ def make_pooling_step(model: Model, layout: BatchLayout) -> Program:
             batch.num_rows,
             model,
             state_rows=state_rows(batch, rows, tokens),
-            last_only=kind is PoolingKind.LAST,
+            last_only=kind is PoolingKind.LAST and model.arch.stage.is_last,
+            before=before[0] if before else None,
         )
+        S = sequences.length.shape[0]  # out of range, dropped
+        length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.end.history, mode="drop")
+        state = dataclasses.replace(state, sequences=dataclasses.replace(sequences, length=length))
+        if not model.arch.stage.is_last:
+            return state, (hidden,)
         with jax.named_scope("pool"):
             pooled, kept = pool(hidden, rows, tokens, state.pooled, kind)
             if has_head:
                 pooled = linear(pooled.astype(hidden.dtype), params[HEAD], dtype=jnp.float32)
-        S = sequences.length.shape[0]  # out of range, dropped
-        length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.end.history, mode="drop")
-        sequences = dataclasses.replace(sequences, length=length)
-        state = dataclasses.replace(state, sequences=sequences, pooled=kept)
+        state = dataclasses.replace(state, pooled=kept)
         counted = jnp.stack([rows.samples.astype(jnp.int32), jnp.zeros_like(rows.slot)], axis=1)
         empty = jnp.zeros((0, 0), jnp.int32)
         return with_counts(state, StepOutput(counted, empty[:, None], empty, pooled))

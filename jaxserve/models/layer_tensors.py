@@ -208,7 +208,7 @@ def decoder_specs(arch: ArchConfig, names: TensorNames) -> list[ParamSpec]:
     """
     D, V = arch.hidden_size, arch.vocab_size
     top, stage, specs = Rows((), "", names.norm_init), arch.stage, list[ParamSpec]()
-    if stage.is_first or (stage.is_last and arch.tied_embeddings):
+    if stage.is_first or (stage.is_last and arch.tied_embeddings and arch.pooler is None):
         specs.append(top.matrix("embed", ("vocab", "embed"), [names.embed], [V], D))
     if names.positions is not None and stage.is_first:
         specs.append(top.matrix(POSITION_EMBED, (None, "embed"), [names.positions], [arch.max_position], D))

@@ -108,7 +108,7 @@ def pooling_specs(arch: ArchConfig, specs: list[ParamSpec]) -> list[ParamSpec]:
         return specs
     unread = tuple(f"{module}.{name}" for module in HEADS for name in ("weight", "bias"))
     specs = [replace(spec, unread=unread) if spec.path == ("embed",) else spec for spec in specs]
-    if not arch.pooler.num_labels:
+    if not arch.pooler.num_labels or not arch.stage.is_last:
         return specs
     size, hidden = arch.pooler.num_labels, arch.hidden_size
     return [*specs, ParamSpec((HEAD,), (size, hidden), (None, "embed"), (f"{HEAD}.weight",), (size,), exact=True)]

@@ -106,6 +106,10 @@ def test_other_families_have_the_bits_of_one_stage(tmp_path: Path, family: str) 
         engine.close()
 
 
+POOLED = [
+    ("MEAN", (3, 1)),
+    *(pytest.param(*each, marks=pytest.mark.full) for each in (("LAST", (2, 2)), ("CLS", (4, 1)))),
+]
 EXTRAS = ("lora_bias", "use_dora")
 
 
@@ -276,6 +280,19 @@ def test_drafts_have_the_tokens_of_one_stage_without_drafts(
         engine.check_integrity()
 
 
+@pytest.mark.parametrize(("kind", "sizes"), POOLED)
+def test_vectors_are_those_of_one_stage(checkpoint: Path, kind: str, sizes: tuple[int, int]) -> None:
+    prompts, vectors = [tokens(count, count) for count in (50, 3, 33, 7, 20)], []
+    for num_stages in (1, sizes[0]):
+        degrees = {"pipeline_parallel_size": num_stages, "tensor_parallel_size": sizes[1]}
+        pooler = {"convert": "embed", "pooler_config": {"pooling_type": kind, "normalize": False}}
+        llm = LLM(str(checkpoint), **STAGE_SIZES | degrees | pooler)
+        outputs = llm.embed(prompts, use_tqdm=False)
+        vectors.append(np.array([output.outputs.embedding for output in outputs]))
+        llm.close()
+    np.testing.assert_allclose(*vectors, rtol=0, atol=1e-6)  # sums over chunks, which differ with stages
+
+
 @pytest.mark.usefixtures("any_load_pays")  # loads do not depend on the speed of this machine
 @pytest.mark.parametrize("family", mainly(["llama"], "gemma3", *STATE_FAMILIES))
 @pytest.mark.parametrize("tier", mainly(["disk"], "host"))
@@ -357,7 +374,6 @@ def test_a_failed_stage_loses_no_later_request(start_stages: Start, monkeypatch:
             "lora_extras must not have 'embeddings'",
         ),
         ({"pipeline_parallel_size": 2, "multi_step": 4}, "multi_step must be 'auto' or 1"),
-        ({"pipeline_parallel_size": 2, "runner": "pooling"}, "must be 1 for models that pool"),
     ],
 )
 def test_what_stages_do_not_carry_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
