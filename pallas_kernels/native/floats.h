@@ -1,7 +1,8 @@
 // Products by float arithmetic. Each output is one sum over the inputs in their order, or over the groups of a
 // quantised matrix in theirs.
 //
-// Few tokens are one tile, whose sums stay in registers while weights are converted on the way. With more tokens a
+// Few tokens are one tile, whose sums stay in registers while weights are converted on the way. With more tokens, vectors
+// of 8 floats and panels of floats that fit the second-level cache, all tiles pass one panel after the other. Otherwise a
 // block of columns of some panels is converted to floats once, stays in the first-level cache while all tiles pass, and
 // the sums wait in the second-level cache between blocks.
 
@@ -387,6 +388,56 @@ class PackedTokens {
   float *packed_ = nullptr, *group_sums_ = nullptr;
 };
 
+// Compute y of one of several tiles for a panel of floats, and fetch `Lines` lines from `ahead` on per step of columns.
+template <int Tokens, int Lines>
+void multiply_panel(const LinearProblem& p, const Tile& tile, int64_t panel, const char* ahead) {
+  constexpr int W = NATIVE_WIDTH;
+  const float *from = static_cast<const float*>(p.weight) + panel * p.num_inputs * kPanelRows, *x = tile.x;
+  F<W> sums[Tokens][kVectors] = {};
+  const auto use_one = [&]() NATIVE_INLINE {
+    F<W> w[kVectors];
+    for (int v = 0; v < kVectors; ++v) w[v] = load<W>(from + v * W);
+    unrolled<Tokens>([&](int t) NATIVE_INLINE {
+      const F<W> input = all<W>(x[t]);
+      unrolled<kVectors>([&](int v) NATIVE_INLINE { sums[t][v] = fma<W>(input, w[v], sums[t][v]); });
+    });
+    from += kPanelRows, x += Tokens;
+  };
+  int64_t k = 0;
+  for (; k + kAheadColumns <= p.num_inputs; k += kAheadColumns) {
+    for (int i = 0; i < Lines; ++i, ahead += kLineBytes) __builtin_prefetch(ahead, 0, 2);
+    unrolled<kAheadColumns>([&](int) NATIVE_INLINE { use_one(); });
+  }
+  for (; k < p.num_inputs; ++k) use_one();
+  finish_by_call<Tokens, 1>(p, tile.first_token, panel, sums);
+}
+
+using MultiplyPanel = void (*)(const LinearProblem&, const Tile&, int64_t, const char*);
+
+template <int Lines, int... I>
+constexpr ByTokens<MultiplyPanel> whole_panels(std::integer_sequence<int, I...>) {
+  return {multiply_panel<I + 1, Lines>...};
+}
+
+// Multiply some tiles with a range of panels of floats. Each tile fetches its share of the next panel, so that reading and
+// computing overlap; sums stay in registers.
+inline void multiply_whole_panels(const LinearProblem& p, const PackedTokens<Floats<float>>& tokens, int64_t first_tile,
+                                  int64_t end_tile, const PanelPart& here, const PanelPart& ahead) {
+  static constexpr auto of_few = whole_panels<2>(TokenCounts{}), of_many = whole_panels<1>(TokenCounts{});
+  constexpr int64_t kFewTiles = 3;  // more of them fetch a panel with a line per step
+  const int64_t num_tiles = end_tile - first_tile, panel_bytes = p.num_inputs * kPanelRows * int64_t{sizeof(float)};
+  const int64_t tile_bytes = (panel_bytes / num_tiles + kLineBytes - 1) / kLineBytes * kLineBytes;
+  const auto& by_tokens = num_tiles <= kFewTiles ? of_few : of_many;
+  for (int64_t panel = here.panel; panel < here.end_panel; ++panel) {
+    const int64_t next = panel + 1 < here.end_panel ? panel + 1 : ahead.panel;
+    const char* from = static_cast<const char*>(p.weight) + next * panel_bytes;
+    for (int64_t i = 0; i < num_tiles; ++i) {
+      const Tile tile = tokens.tile(first_tile + i);
+      by_tokens[tile.num_tokens - 1](p, tile, panel, from + i * tile_bytes);
+    }
+  }
+}
+
 // Multiply a lone tile with a range of panels.
 template <typename Format>
 void multiply_panels(const LinearProblem& p, const PackedTokens<Format>& tokens, int64_t panel, int64_t end_panel) {
@@ -445,6 +496,19 @@ void multiply_blocks(const LinearProblem& p, const PackedTokens<Format>& tokens,
       by_tokens[tile.num_tokens - 1](p, tile, block, kept);
     }
   });
+}
+
+// Multiply some tiles with a range of panels. Vectors of 8 floats take whole panels if the present and the next one leave
+// half of the second-level cache to tokens; wider ones work on pairs of panels.
+template <typename Format>
+void multiply_part(const LinearProblem& p, const PackedTokens<Format>& tokens, int64_t tile, int64_t end_tile,
+                   const PanelPart& here, const PanelPart& ahead) {
+  if (tokens.num_tiles() == 1) return multiply_panels(p, tokens, here.panel, here.end_panel);
+  if constexpr (std::is_same_v<Format, Floats<float>> && NATIVE_WIDTH == 8) {
+    const int64_t panel_bytes = p.num_inputs * kPanelRows * int64_t{sizeof(float)};
+    if (4 * panel_bytes <= second_level_bytes()) return multiply_whole_panels(p, tokens, tile, end_tile, here, ahead);
+  }
+  multiply_blocks(p, tokens, tile, end_tile, here.panel, here.end_panel);
 }
 
 }  // namespace NATIVE_ISA

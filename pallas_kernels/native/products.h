@@ -27,8 +27,21 @@ constexpr int kVectors = kPanelRows / NATIVE_WIDTH;  // vectors per panel
 constexpr int64_t kGroupPanels = 8;  // panels that pass the same columns of tokens, which stay in the second-level cache
 constexpr int64_t kCachedTokens = 264;  // tokens whose columns and sums stay there
 constexpr int64_t kLineBytes = 64, kPrefetchBytes = 2048;
+constexpr int64_t kAheadColumns = 4;  // columns between two fetches of the next panel
 constexpr int64_t kSerialProducts = 32 << 10;  // below, waking a thread costs more than it saves
 constexpr int64_t kTasksPerThread = 6;
+
+// Return the bytes of a core's second-level cache.
+inline int64_t second_level_bytes() {
+  static const int64_t num_bytes = [] {
+    int64_t whole = 0;
+#ifdef _SC_LEVEL2_CACHE_SIZE
+    whole = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+    return whole > 0 ? whole : 256 << 10;  // 0 or -1 if it is unknown
+  }();
+  return num_bytes;
+}
 
 // Return two thirds of the bytes of a core's first-level cache, for weights that stay there while many tokens pass.
 inline int64_t cached_bytes() {
