@@ -85,6 +85,22 @@ def test_any_error_of_a_disk_fails_one_call_and_no_thread(tmp_path: Path) -> Non
         directory_store(Path("/tmp/\0"))
 
 
+def test_what_is_no_file_is_no_page(tmp_path: Path) -> None:
+    store, seal = directory_store(tmp_path)
+    names = [put(store, seal, key) for key in KEYS]
+    for name in names:
+        store._path(name).unlink()
+    store._path(names[0]).mkdir()
+    store._path(names[1]).symlink_to("/dev/zero")
+    store._path(names[2]).symlink_to(store._path(names[2]))
+    os.mkfifo(store._path(names[3]))
+    assert store.has(names) == [False] * 4
+    assert [store.read(name) for name in names] == [None] * 4
+    for name in names[1:]:
+        assert store.write(name, b"page")
+    assert store.has(names[1:]) == [True] * 3
+
+
 def test_a_consumer_creates_no_directory(tmp_path: Path) -> None:
     seal, config = Seal(b"", bytes(16)), KVStoreConfig(str(tmp_path / "missing"))
     with pytest.raises(ConfigError, match="kv_store must be an existing directory with kv_role='kv_consumer'"):

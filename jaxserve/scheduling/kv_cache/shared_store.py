@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -165,12 +166,13 @@ class DirectoryStore:
         return [self._age_s(name) is not None for name in names]
 
     def _age_s(self, name: str) -> float | None:
-        """Return the time since a file's last use; None without one."""
+        """Return the time since a file's last use; None without one, or if it is a device or a pipe, without an end."""
         try:
-            age_s = self._now_s() - self._path(name).stat().st_mtime
+            state = self._path(name).stat()
         except OSError:
             return None
-        return age_s if age_s < self._ttl_s else None
+        age_s = self._now_s() - state.st_mtime
+        return age_s if age_s < self._ttl_s and stat.S_ISREG(state.st_mode) else None
 
     def read(self, name: str) -> bytes | None:
         """Return a file's content."""
@@ -240,7 +242,7 @@ class DirectoryStore:
                 state = path.stat()
             except OSError:
                 continue
-            if _PAGE_NAME.fullmatch(path.name):
+            if _PAGE_NAME.fullmatch(path.name) and not stat.S_ISDIR(state.st_mode):
                 yield _File(path, state.st_mtime, state.st_size)
             elif _TEMPORARY_NAME.fullmatch(path.name) and now_s - state.st_mtime > _ABANDONED_S:
                 path.unlink(missing_ok=True)
