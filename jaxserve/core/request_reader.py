@@ -173,7 +173,7 @@ class RequestReader:
     ) -> tuple[TokenIds, tuple[ImageSpan, ...]]:
         """Return a prompt with all tokens of its images, and these; `images` are those of one that has them already."""
         if isinstance(token_ids, ExpandedPrompt):
-            return token_ids, token_ids.images
+            return [*token_ids], token_ids.images  # whoever keeps the ids must not keep the images
         if images or self.images is None:
             return token_ids, images
         return self.images.expand(token_ids, inputs, salt or "", self.check_len)

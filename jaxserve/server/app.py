@@ -275,11 +275,14 @@ class App:
         while True:
             await asyncio.sleep(min(1.0, self.service.config.send_timeout_s / 4))
             self.diary.log_refusals()
-            before_s = time.monotonic() - self.service.config.send_timeout_s
-            for call in self._calls:
-                if call.sending_since_s is not None and call.sending_since_s < before_s:
-                    call.sending_since_s = None
-                    call.cut_off()
+            self._cut_off_those_before(time.monotonic() - self.service.config.send_timeout_s)
+
+    def _cut_off_those_before(self, before_s: float) -> None:
+        """Cut off clients that have taken nothing since then; a function, so that no name holds the last call."""
+        for call in self._calls:
+            if call.sending_since_s is not None and call.sending_since_s < before_s:
+                call.sending_since_s = None
+                call.cut_off()
 
     async def drain(self) -> None:
         """Refuse new requests, wait for open replies, and end those that are open after `shutdown_timeout_s`."""

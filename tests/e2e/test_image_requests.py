@@ -4,6 +4,7 @@ the field.
 
 import base64
 import dataclasses
+import gc
 import io
 import json
 import re
@@ -451,3 +452,22 @@ def test_without_pictures_the_text_model_is_served(served: Model) -> None:
             llm.generate({"prompt": "a", "multi_modal_data": {"image": PICTURES[0]}}, use_tqdm=False)
         with pytest.raises(RequestError, match="unsupported type 'image_url'"):
             llm.chat(chat(PICTURES[0]), use_tqdm=False)
+
+
+def test_pictures_of_clients_that_leave_are_freed(served: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = served.llm.engine.reader.images
+    assert reader is not None
+    reader.cache.clear()
+    monkeypatch.setattr(reader.cache, "_max_bytes", 0)
+    body = body_with(part(Image.new("RGB", (29, 31))), stream=True) | {"max_tokens": 150, "ignore_eos": True}
+    with running(served.llm.engine) as server:
+        for _ in range(3):
+            with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
+                assert next(reply.iter_lines()).startswith("data: ")
+                assert reader.living.num_bytes, "it is in use"
+
+        def is_freed() -> bool:
+            gc.collect()  # replies and their methods refer to each other
+            return not reader.living.num_bytes
+
+        until(is_freed)
