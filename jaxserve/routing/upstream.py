@@ -17,7 +17,7 @@ import httptools
 from multidict import CIMultiDict
 
 _MAX_BUFFERED = 2**18  # bytes of a reply after which its connection is read no further until they are taken
-_MAX_HEADERS = 2**17  # bytes
+_MAX_HEADERS = 2**17  # bytes, and what comes at once with the last of them
 _BODILESS = (204, 304)
 _ENCODING = "utf-8", "surrogateescape"  # aiohttp's for headers
 
@@ -69,7 +69,7 @@ class Upstream:
         oldest_s = time.monotonic() - self._idle_s
         while self._idle:
             found, since_s = self._idle.pop()
-            if since_s > oldest_s and not found.is_closing:
+            if since_s > oldest_s and found.is_reusable:  # not if more has come than the reply
                 return found
             self._open.discard(found)
             found.close()
@@ -191,7 +191,8 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._is_head, self._until_end, self._is_paused = is_head, False, False
         self.has_head = self.is_complete = self._keeps_alive = False
-        self.status, self.headers, self._num_header_bytes = 0, CIMultiDict[str](), 0
+        self.status, self.headers = 0, CIMultiDict[str]()
+        self._num_other_bytes = 0  # since the head or the latest part of the body
         self.parts: list[bytes] = []
         self._num_bytes = 0
 
@@ -202,8 +203,8 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_reusable(self) -> bool:
-        """True if the next request can be sent."""
-        return self.is_complete and self._keeps_alive and not self.is_closing
+        """True if the next request can be sent: not while reading is paused, as it would not continue."""
+        return self.is_complete and self._keeps_alive and not self._is_paused and not self.is_closing
 
     def send(self, data: bytes, *, is_head: bool) -> None:
         """Send a request."""
@@ -252,8 +253,11 @@ class _Connection(asyncio.Protocol):
             self._keeps_alive = False
             return
         try:
+            self._num_other_bytes += len(data)
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+            if self._num_other_bytes > _MAX_HEADERS:  # the parser keeps a header until its end
+                raise httptools.HttpParserError(f"headers have more than {_MAX_HEADERS} bytes")
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             if not self.is_complete:
                 self._error = BrokenReplyError(f"a reply is no HTTP: {error}")
                 self.close()
@@ -276,10 +280,11 @@ class _Connection(asyncio.Protocol):
 
     # Calls of the parser
 
+    def on_message_begin(self) -> None:
+        if self.is_complete:
+            raise ValueError("more than the reply")
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._num_header_bytes += len(name) + len(value)
-        if self._num_header_bytes > _MAX_HEADERS:
-            raise ValueError(f"headers have more than {_MAX_HEADERS} bytes")
         if not self.has_head:  # trailers are dropped
             self.headers.add(name.decode(*_ENCODING), value.decode(*_ENCODING))
 
@@ -289,14 +294,19 @@ class _Connection(asyncio.Protocol):
             self.headers.clear()
             return
         self.has_head, self._keeps_alive = True, self._parser.should_keep_alive()
+        self._num_other_bytes = 0
         if self._is_head or self.status in _BODILESS:
             self.is_complete, self._keeps_alive = True, self._keeps_alive and not self._is_head
         elif "content-length" not in self.headers and "transfer-encoding" not in self.headers:
             self._until_end, self._keeps_alive = True, False
 
     def on_body(self, body: bytes) -> None:
+        if self.is_complete:  # the reply has none
+            self._keeps_alive = False
+            return
         self.parts.append(body)
         self._num_bytes += len(body)
+        self._num_other_bytes = 0
 
     def on_message_complete(self) -> None:
         if self.has_head:
