@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import CHAT, COMPLETIONS, SCORING_PATHS
@@ -69,7 +69,7 @@ class App:
                 return own()
             if (method, path) not in _ROUTED and not (method == "GET" and path.startswith("/v1/models/")):
                 raise _not_routed(request.method, path)
-            body = await request.read() if method == "POST" else b""
+            body = await _body(request) if method == "POST" else b""
             return await Exchange(request, body, self.replicas, self._config, self.counts).serve()
         except web.HTTPRequestEntityTooLarge:
             message = f"a body must have at most {self._config.max_body_bytes} bytes"
@@ -110,6 +110,14 @@ def _not_routed(method: str, path: str) -> BadRequestError:
         message = f"{path} must be called with {' or '.join(methods)}, got {method}"
         return BadRequestError(message, None, "method_not_allowed", 405)
     return BadRequestError(f"there is no {path} here", None, "not_found", 404)
+
+
+async def _body(request: web.BaseRequest) -> bytes:
+    """Return a request's body, which some clients send only after an interim reply."""
+    if request.headers.get("expect", "").lower() == "100-continue" and request.version >= HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the reply has not begun
+    return await request.read()
 
 
 def serve(config: RouterConfig, sock: socket.socket, on_start: Callable[[str], None] = lambda url: None) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 from contextlib import AsyncExitStack
 from typing import Any
@@ -181,6 +182,19 @@ def test_a_long_body_is_refused() -> None:
         reply = post(router, {"prompt": "a" * 2000})
         assert reply.status_code == 413
         assert "at most 1000 bytes" in reply.json()["error"]["message"]
+
+
+def test_a_client_that_waits_for_it_is_told_to_send_the_body() -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nexpect: 100-continue\r\ncontent-length: 15\r\n\r\n"
+    with routed([Replica()]) as router:
+        url = router.client.base_url
+        with socket.create_connection((url.host, url.port), timeout=10) as client, client.makefile("rb") as replies:
+            client.sendall(head)
+            assert replies.readline() == b"HTTP/1.1 100 Continue\r\n"
+            client.sendall(b'{"prompt": "a"}')
+            assert replies.readline() == b"\r\n"
+            assert replies.readline() == b"HTTP/1.1 200 OK\r\n"
+        assert router.replicas[0].bodies == [b'{"prompt": "a"}']
 
 
 def test_paths_and_headers_arrive_unchanged() -> None:
