@@ -11,7 +11,8 @@ import pytest
 import tiny_tokenizers
 
 from jaxserve.api.structured_outputs import StructuredOutputsParams
-from jaxserve.errors import RequestError
+from jaxserve.errors import BusyError, RequestError
+from jaxserve.openai.errors import as_bad_request
 from jaxserve.text.structured_output import trial
 from jaxserve.text.structured_output.grammar import GrammarCompiler
 
@@ -87,6 +88,18 @@ def test_processes_end_with_their_compiler() -> None:
     del compiler
     gc.collect()
     assert not child.is_running()
+
+
+def test_a_grammar_that_waits_too_long_may_be_sent_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "PATIENCE", 0)
+        patch.setattr(compiler._trials, "_free", [])
+        with pytest.raises(BusyError, match="try again") as caught:
+            compile_form(compiler, "", regex="a")
+    assert as_bad_request(caught.value).status_code == 503
+    compile_form(compiler, "", regex="a")
 
 
 def test_equal_constraints_are_compiled_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

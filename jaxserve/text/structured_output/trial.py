@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxserve.errors import RequestError
+from jaxserve.errors import BusyError, RequestError
 from jaxserve.system.child_process import ChildProcess
 
 if TYPE_CHECKING:
@@ -50,10 +50,6 @@ class Cost(NamedTuple):
 
 class TooLongError(RequestError):
     """Error if a grammar exceeds its limit of compile time or memory."""
-
-
-class BusyError(RequestError):
-    """Error if a grammar has waited too long for a compiling process, or if none could be started."""
 
 
 def refused(reason: str) -> RequestError:
@@ -151,7 +147,8 @@ class Trials:
         """Compile a tenant's grammar in a child process, and return its cost; refusals are remembered.
 
         Raises:
-            RequestError: the grammar is refused, exceeds a limit, or waits too long.
+            RequestError: the grammar is refused or exceeds a limit.
+            BusyError: it waits too long, or no process starts.
         """
         key = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
         with self._changed:
