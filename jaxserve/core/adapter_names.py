@@ -94,7 +94,7 @@ class AdapterNames:
         names = self.names([digest])
         if not names:
             raise RequestError(
-                f"the session needs the LoRA adapter with the content {digest}, got {list(self)}; load it first"
+                f"the session needs the LoRA adapter with the content {digest}, got {brief(list(self))}; load it first"
             )
         return LoRARequest(names[0])
 

@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from jaxserve.api import schema
@@ -54,6 +55,7 @@ SAMPLING = (  # fields that SamplingParams checks, under the same names
     *("skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words"),
     *("truncate_prompt_tokens", "truncation_side"),
 )
+_MAX_LISTED = 8  # adapters named in an error
 _REQUEST_ID = FieldType(
     "up to 128 letters, digits, dots and dashes",
     lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]{1,128}", value, re.ASCII) is not None,
@@ -291,7 +293,9 @@ def read_fields(url: str, body: Any, context: BodyContext) -> tuple[Json, Json]:
 def check_model(model: object, model_names: Sequence[str], adapters: Collection[str] = ()) -> None:
     """Raise BadRequestError unless `model` is one of the names, or an adapter's; without names, any is accepted."""
     if model_names and model not in model_names and model not in adapters:
-        message = f"model must be one of {[*model_names, *adapters]}, got {brief(model)}"
+        num_more = max(len(adapters) - _MAX_LISTED, 0)
+        names = f"{[*model_names, *islice(adapters, _MAX_LISTED)]}{f' or {num_more} more adapters' * bool(num_more)}"
+        message = f"model must be one of {names}, got {brief(model)}"
         raise BadRequestError(message, "model", "model_not_found", 404)
 
 

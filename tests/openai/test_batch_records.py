@@ -7,7 +7,8 @@ from fake_engine import FakeEngine
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.openai.context import BodyContext
-from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.format import CHAT, COMPLETIONS, check_model, parse_body
 from tests.openai.batches import chat, completion, run
 
 # Requests and responses
@@ -22,6 +23,11 @@ def test_any_model_name_unless_some_are_given(engine: FakeEngine, tmp_path: Path
     assert records["batch_req_1"]["error"]["code"] == "model_not_found"
     assert "model must be one of ['mine']" in records["batch_req_1"]["error"]["message"]
     assert records["batch_req_2"]["response"]["status_code"] == 200
+
+
+def test_an_unknown_model_is_told_a_few_adapters() -> None:
+    with pytest.raises(BadRequestError, match=r"one of \['mine', 'a0', .*'a7'\] or 92 more adapters, got 'other'"):
+        check_model("other", ["mine"], [f"a{index}" for index in range(100)])
 
 
 def test_completion_record(engine: FakeEngine, tmp_path: Path) -> None:
