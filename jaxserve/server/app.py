@@ -173,7 +173,7 @@ class App:
                 raise self._unauthorized(call)
             call.tenant = tenant
         if http.header_value(call.headers, REQUEST_HEADER):
-            call.header_makers.append(partial(self._load_header, call))
+            call.header_makers.append(partial(self._load_header, call.headers))
         method = "GET" if call.method == "HEAD" else call.method
         handler = self._handlers.get((method, call.path))
         if handler is None and method == "GET" and call.path.startswith("/v1/models/"):
@@ -204,10 +204,10 @@ class App:
             message = f"an API key must be given, as {where}, and none was; ask the operator for one"
         return BadRequestError(message, None, "invalid_api_key", 401)
 
-    def _load_header(self, call: Call) -> http.Headers:
+    def _load_header(self, headers: http.Headers) -> http.Headers:
         """Return the header with the engine's load, in the format that the request asks for."""
         service = self.service
-        return load_header(call.headers, service.engine.occupancy, service.observer.estimated_wait_s())
+        return load_header(headers, service.engine.occupancy, service.observer.estimated_wait_s())
 
     async def _send_error(self, call: Call, error: BadRequestError) -> None:
         """Answer a request with an error: as a reply, or as the last events of a stream that has begun."""

@@ -68,7 +68,7 @@ class Generation:
     async def serve(self, call: Call) -> None:
         """Answer a request, from its admission to the end of the reply."""
         came_s, admission = time.monotonic(), self._service.admission
-        call.header_makers.append(lambda: admission.headers(call.tenant))
+        call.header_makers.append(partial(admission.headers, call.tenant))
         self._check_draining("draining")
         admission.check_early(call.tenant)
         with admission.opened(call.tenant):

@@ -135,8 +135,11 @@ class Stream:
             RequestError: its adapter cannot be read again, or the engine's process has died.
         """
         self._write = write
-        self.resume()
-        await self._through
+        try:
+            self.resume()
+            await self._through
+        finally:
+            self._write = None  # it may have the stream
 
     def resume(self) -> None:
         """Send the groups' news until `write` returns False. To be called on the loop."""

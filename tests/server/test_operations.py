@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.replies import Reply
 from jaxserve.scheduling.wait_estimate import Wait
 from jaxserve.server import serve
+from jaxserve.server.call import Call
 from tests.server.conftest import Running, running
 from tests.waiting import until
 
@@ -54,6 +56,33 @@ def test_what_starting_leaves_is_out_of_the_collectors_sight_while_it_serves(eng
         assert sys.getswitchinterval() == before_s
     finally:
         gc.freeze()
+
+
+@pytest.mark.long
+def test_ended_replies_are_freed_without_the_collector(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Any]] = []
+    for kind, init in ((Call, Call.__init__), (Reply, Reply.__init__)):
+
+        def noted(self: Any, *args: Any, init: Any = init, **options: Any) -> None:
+            made.append(weakref.ref(self))
+            init(self, *args, **options)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    gc.disable()
+    try:
+        with running(engine, served_model_name=["tiny"]) as server:
+            for streams, leaves in ((False, False), (True, False), (True, True)):
+                body = LONG | {"prompt": [5, 6, 7], "stream": streams, "logprobs": 1}
+                with server.client.stream("POST", "/v1/completions", json=body) as reply:
+                    assert reply.status_code == 200
+                    for _ in reply.iter_bytes():
+                        if leaves:
+                            break
+                assert len(made) == 2
+                until(lambda: [each() for each in made] == [None, None])
+                made.clear()
+    finally:
+        gc.enable()
 
 
 def raw(url: str, request: bytes) -> bytes:
