@@ -66,7 +66,7 @@ def test_time_is_divided_among_the_windows_of_any_width() -> None:
 
 @pytest.mark.long  # draws plots
 def test_two_runs_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "trace.jsonl"
+    trace = tmp_path / "$a_{$.jsonl"  # no mathematics in titles
     lines = [
         {"arrival_s": index / 9, "prompt_len": 30, "output_len": 9, "tenant": "<b>", "priority": index % 2}
         for index in range(20)
@@ -92,4 +92,6 @@ def test_two_runs_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--page", str(tmp_path / "no" / "page.html")], "cannot write"),
     ):
         assert cli.main([*command, *arguments]) == 2
-        assert message in capsys.readouterr().err
+        printed = capsys.readouterr()
+        assert message in printed.err
+        assert ("TTFT" in printed.out) == (message == "cannot write")

@@ -75,9 +75,9 @@ def run_simulate(args: argparse.Namespace, engine_options: Mapping[str, Any]) ->
     )
     about = {"model": sizes.name, "target": target.name, "replicas": args.replicas, "trace": args.trace}
     report = about | report
-    if args.page is not None:
-        write_page(args.page, [report] if beside is None else [beside, report])
     print(json.dumps(report, indent=2) if args.json else render(report))
+    if args.page is not None:  # last: the figures are not lost if it cannot be written
+        write_page(args.page, [report] if beside is None else [beside, report])
     return 0
 
 

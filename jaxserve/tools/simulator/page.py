@@ -60,6 +60,8 @@ _GROUP_ROWS = (
     ("latency p99, ms", ("latency_ms", "p99"), 1),
 )
 
+_NEEDED = {"model", "target", "replicas", "trace", "timeline", "window_s", "groups", *(path[0] for _, path, _ in _ROWS)}
+
 
 def read_report(path: str | os.PathLike[str]) -> Report:
     """Return the figures of an earlier run.
@@ -71,7 +73,7 @@ def read_report(path: str | os.PathLike[str]) -> Report:
         report = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(report, dict) or not report.keys() >= {"timeline", "window_s", "groups", "ttft_ms", "model"}:
+    if not isinstance(report, dict) or not report.keys() >= _NEEDED:
         raise ConfigError(f"{path} must be the output of `jaxserve simulate --json`")
     return report
 
@@ -90,13 +92,12 @@ def write_page(path: str | os.PathLike[str], reports: Sequence[Report]) -> None:
         parts.append(f"<h2>{html.escape(caption)}</h2><p>{html.escape(text)}</p>{_plot(caption, names, reports, draw)}")
     parts.append("<h2>Tenants and classes</h2><p>A class is the priority; lower numbers go first.</p>")
     for name, report in zip(names, reports, strict=True):
-        groups = report["groups"]
         rows = [
             [
                 f"{group['tenant'] or '(none)'}, {group['priority']}",
                 *(cell for _, [cell] in _cells(_GROUP_ROWS, [group])),
             ]
-            for group in groups
+            for group in report["groups"]
         ]
         header = ["tenant, class", *(label for label, *_ in _GROUP_ROWS)]
         parts.append(f"<h3>{html.escape(name)}</h3>{_table(header, rows)}")
@@ -126,10 +127,6 @@ def _cells(rows: Sequence[tuple[Any, ...]], reports: Sequence[Report]) -> list[t
     return found
 
 
-def _column(group: Report) -> list[str]:
-    return [cell for _, [cell] in _cells(_GROUP_ROWS, [group])]
-
-
 def _number(value: int | float) -> str:
     """Return all digits before the point, and three in all."""
     return f"{value:,.0f}" if abs(value) >= 100 or isinstance(value, int) else f"{value:.3g}"
@@ -151,7 +148,7 @@ def _plot(caption: str, names: Sequence[str], reports: Sequence[Report], draw: C
     for axes, name, report in zip(all_axes, names, reports, strict=True):
         draw(axes, report)
         axes.set(xlabel="s")
-        axes.set_title(name, fontsize=9, loc="left")
+        axes.set_title(name, fontsize=9, loc="left", parse_math=False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
     image = io.BytesIO()
