@@ -92,7 +92,8 @@ def test_a_trace_is_served_on_targets_that_fit() -> None:
     def serve(target: Target, usd_per_hour: float | None) -> dict[str, Any]:
         asked.append((target.name, usd_per_hour))
         times = {"p50": 12.0, "p99": 345.0}
-        figures = {"usd_per_million_output_tokens": 6.5, "output_tokens_per_s": 789.0}
+        figures = {"usd_per_million_output_tokens": 6.5, "output_tokens_per_s": 789.0, "requests": 9}
+        figures["too_long"] = 4 * (target.name == "h200x2")
         return {"ttft_ms": times, "itl_ms": {"p50": 3.21, "p99": 4.0}, **figures}
 
     candidates = list(sweep(["h200", "h200x2", "v4:2x2x2"], made(2), prices=PRICES, batch=None, serve=serve))
@@ -101,6 +102,8 @@ def test_a_trace_is_served_on_targets_that_fit() -> None:
     header, _, row, *_ = (line.split() for line in render_sweep(candidates).splitlines())
     assert row[-6:] == ["12", "345", "3.21", "789", "8.00", "6.50"]
     assert "TTFT p99" in " ".join(header)
+    assert render_sweep(candidates).count("too long") == 1
+    assert "h200x2: 4 of 9 requests are too long" in render_sweep(candidates)
     targets = build_sweep_report(candidates)["targets"]
     assert ["served" in target for target in targets] == [False, True, True]
 

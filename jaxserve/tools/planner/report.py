@@ -331,6 +331,11 @@ def render_sweep(candidates: Sequence[Candidate]) -> str:
         figures = "the trace's TTFT and ITL in ms" if has_trace else "TTFT, ms a step"
         blocks.append(f"{figures}, tokens/s and prices are predicted from data sheets, not measured")
     blocks += [f"{x.target.name}: {x.reason}" for x in candidates if x.reason is not None]
+    blocks += [
+        f"{x.target.name}: {x.served['too_long']} of {x.served['requests']} requests are too long and not counted"
+        for x in candidates
+        if x.served is not None and x.served["too_long"]
+    ]
     if (best := cheapest(candidates)) is not None:
         blocks.append(f"cheapest that fits: {best.target.name}, ${best.usd_per_hour:.2f} an hour")
     return "\n\n".join(blocks)
