@@ -465,9 +465,8 @@ def test_pictures_of_clients_that_leave_are_freed(served: Model, monkeypatch: py
             with server.client.stream("POST", "/v1/chat/completions", json=body) as reply:
                 assert next(reply.iter_lines()).startswith("data: ")
                 assert reader.living.num_bytes, "it is in use"
-
-        def is_freed() -> bool:
-            gc.collect()  # replies and their methods refer to each other
-            return not reader.living.num_bytes
-
-        until(is_freed)
+        gc.disable()
+        try:
+            until(lambda: not reader.living.num_bytes)
+        finally:
+            gc.enable()
