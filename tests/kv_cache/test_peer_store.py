@@ -57,6 +57,7 @@ def test_pages_are_those_written_and_each_byte_is_sent_once(open_at: Open) -> No
         asked = [pool.submit(readers[index % 2].read, name) for index, name in enumerate(names)]
         assert [each.result() for each in asked] == [*pages.values(), None]
     assert readers[0].has(names) == [True] * 40 + [False]
+    assert readers[0].has(names[::-1] * 1000) == [False, *[True] * 40] * 1000, "more than one message holds"
     assert holder.pages.num_sent_bytes == sum(map(len, pages.values()))
     assert not readers[0].write("a", b"page"), "only the holder has memory for pages"
     holder.delete(names[0])
@@ -107,6 +108,31 @@ def test_silent_connections_are_closed_and_opened_again(open_at: Open, monkeypat
     assert reader.read("a") == b"page"
     until(lambda: not holder.pages._connections, 5.0)
     assert reader.read("a") == b"page"
+
+
+def test_a_slow_handshake_ends_in_time(open_at: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_store, "_HANDSHAKE_S", 0.1)
+    holder, reader = open_at(writes=True), open_at()
+    with socket.create_connection(reader._address, 5) as connection, suppress(OSError):
+        connection.sendall(b"\x00\x00\x10\x00")
+        until(lambda: (connection.send(b" ") and time.sleep(0.02)) or not holder.pages._connections, 5.0)
+    assert not holder.pages._connections
+
+
+def test_connections_are_accepted_again_after_an_error(open_at: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_store, "_RETRY_S", 0.01)
+    accept, errors = socket.socket.accept, [OSError(24, "Too many open files")] * 2
+
+    def failing(self: socket.socket) -> Any:
+        if errors:
+            raise errors.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    holder, reader = open_at(writes=True), open_at()
+    assert holder.write("a", b"page")
+    assert reader.read("a") == b"page"
+    assert not errors
 
 
 class _Claimed(Seal):

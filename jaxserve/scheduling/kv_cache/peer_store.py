@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -31,9 +32,11 @@ logger = logging.getLogger(__name__)
 _VERSION = 1
 _LENGTH_BYTES = 4
 _MAX_HEADER_BYTES = 2**20
+_MAX_NAMES = 8192  # in a message
 _MAX_CONNECTIONS = 256
 _MAX_ERROR_CHARS = 500
-_HANDSHAKE_S = 5.0
+_HANDSHAKE_S = 5.0  # maximum time until the other side has proved that it has the key
+_RETRY_S = 1.0  # time after which connections are accepted again if none can be, as with too many open files
 _IDLE_S = 300.0  # maximum time without a message, or without progress in sending a page: the other side may be gone
 _MEMORY_FRACTION = 0.5  # fraction of the memory free at the start
 
@@ -73,6 +76,7 @@ class PeerPages:
         family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
         self._socket = socket.create_server((address.host, address.port), family=family)
         self._connections = set[socket.socket]()
+        self._is_closed = False
         threading.Thread(target=self._accept, name="jaxserve pages", daemon=True).start()
 
     # Pages
@@ -120,6 +124,8 @@ class PeerPages:
 
     def close(self) -> None:
         """End all connections, and forget the pages."""
+        with self._lock:
+            self._is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`
         self._socket.close()
@@ -136,13 +142,25 @@ class PeerPages:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            if len(self._connections) >= _MAX_CONNECTIONS:
+            except OSError as error:
+                if self._is_closed:
+                    return
+                logger.warning("a connection for KV pages cannot be accepted: %s", error)
+                time.sleep(_RETRY_S)
+                continue
+            with self._lock:
+                is_taken = not self._is_closed and len(self._connections) < _MAX_CONNECTIONS
+                if is_taken:
+                    self._connections.add(connection)
+            if not is_taken:
                 connection.close()
                 continue
-            self._connections.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name="jaxserve pages", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, args=(connection,), name="jaxserve pages", daemon=True).start()
+            except RuntimeError as error:  # too many threads
+                logger.warning("a connection for KV pages cannot be served: %s", error)
+                self._connections.discard(connection)
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         """Answer one connection until its end."""
@@ -167,16 +185,17 @@ class PeerPages:
 
     def _greet(self, connection: socket.socket) -> None:
         """Take the handshake; PeerError if the other side has another version, key or weights."""
-        theirs = _receive(connection)
+        until_s = time.monotonic() + _HANDSHAKE_S
+        theirs = _receive(connection, until_s)
         if theirs.get("version") != _VERSION:
             raise PeerError(f"the protocol has version {_VERSION} here, and {brief(theirs.get('version'))} there")
         key, weights = str(theirs.get("key")), str(theirs.get("weights"))
         if (seal := self.seals.get((key, weights))) is None:
-            known = " or ".join(f"key {key}, weights {weights}" for key, weights in self.seals)
+            known = " or ".join(f"key {key}, weights {weights}" for key, weights in list(self.seals))
             raise PeerError(f"pages are of {known} here, and of key {key[:40]}, weights {weights[:40]} there")
         nonce = secrets.token_hex(16)
         _send(connection, {"nonce": nonce, "proof": seal.prove(f"holder {theirs.get('nonce')}")})
-        if not compare_digest(str(_receive(connection).get("proof")), seal.prove(f"reader {nonce}")):
+        if not compare_digest(str(_receive(connection, until_s).get("proof")), seal.prove(f"reader {nonce}")):
             raise PeerError("the other side does not have the key")
         _send(connection, {"is_ready": True})
 
@@ -252,10 +271,14 @@ class ReaderStore:
         self._idle: list[socket.socket] = []
 
     def has(self, names: Sequence[str]) -> list[bool]:
-        """Return whether there are pages with these names, by one message."""
-        found = self._ask({"has": list(names)})[0].get("has")
-        if not isinstance(found, list) or len(found) != len(names):
-            raise self._error(f"the engine at {self._shown} has given no answer for each page")
+        """Return whether there are pages with these names, by as few messages as can hold them."""
+        found = list[Any]()
+        for start in range(0, len(names), _MAX_NAMES):
+            asked = list(names[start : start + _MAX_NAMES])
+            answer = self._ask({"has": asked})[0].get("has")
+            if not isinstance(answer, list) or len(answer) != len(asked):
+                raise self._error(f"the engine at {self._shown} has given no answer for each page")
+            found += answer
         return [each is True for each in found]
 
     def read(self, name: str) -> bytes | None:
@@ -343,17 +366,17 @@ def _send(connection: socket.socket, message: dict[str, Any], page: bytes = b"")
         connection.sendall(page)
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    """Return the next message.
+def _receive(connection: socket.socket, until_s: float = math.inf) -> dict[str, Any]:
+    """Return the next message, if all of it comes until a monotonic time.
 
     Raises:
         PeerError: it is none, or an error.
     """
-    length = int.from_bytes(_receive_bytes(connection, _LENGTH_BYTES), "big")
+    length = int.from_bytes(_receive_bytes(connection, _LENGTH_BYTES, until_s), "big")
     if length > _MAX_HEADER_BYTES:
         raise PeerError(f"a message must have at most {_MAX_HEADER_BYTES} bytes, got {length}")
     try:
-        message = json.loads(_receive_bytes(connection, length))
+        message = json.loads(_receive_bytes(connection, length, until_s))
     except (ValueError, RecursionError) as error:
         raise PeerError("a message must be JSON") from error
     if not isinstance(message, dict):
@@ -363,11 +386,15 @@ def _receive(connection: socket.socket) -> dict[str, Any]:
     return message
 
 
-def _receive_bytes(connection: socket.socket, size: int) -> bytes:
-    """Return the next bytes; ConnectionError if there are fewer."""
+def _receive_bytes(connection: socket.socket, size: int, until_s: float = math.inf) -> bytes:
+    """Return the next bytes; ConnectionError if there are fewer, TimeoutError if they come after a monotonic time."""
     data = bytearray(size)
     view, start = memoryview(data), 0
     while start < size:
+        if until_s < math.inf:
+            if (rest_s := until_s - time.monotonic()) <= 0:
+                raise TimeoutError("a message has come too slowly")
+            connection.settimeout(rest_s)
         count = connection.recv_into(view[start:])
         if not count:
             raise ConnectionError("the connection was closed")
