@@ -113,10 +113,11 @@ class CoreHost:
         self.schedule, devices = executors[0].schedule, self.devices
         try:
             movers = build_movers(config, executors, self.stats, lambda: devices.content)
-        except jax.errors.JaxRuntimeError as error:
-            if config == given:
+        except (jax.errors.JaxRuntimeError, ConfigError) as error:  # the device cannot copy, or no page fits
+            is_other = isinstance(error, ConfigError) and not str(error).startswith("kv_offloading_size")
+            if config == given or is_other:
                 raise
-            logger.warning("no KV pages are kept in host memory, as the device cannot copy them there: %s", error)
+            logger.warning("no KV pages are kept in host memory by default: %s", error)
             config = given
             movers = build_movers(config, executors, self.stats, lambda: devices.content)
         self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, movers)

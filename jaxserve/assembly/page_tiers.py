@@ -5,6 +5,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,12 @@ def build_movers(
     stages = [each.stages if isinstance(each, Runner | Pipeline) else () for each in executors]
     proposers = [each.programs.lowering.proposer for replica in stages for each in replica]
     draft = layer_content(config) if any(isinstance(each, PagedProposer) for each in proposers) else b""
-    return [_build_mover(config, each, stats, lambda: content() + draft) if each else None for each in stages]
+    with ExitStack() as stack:  # files and addresses of tiers are free again if others cannot be used
+        movers = [
+            _build_mover(config, each, stats, lambda: content() + draft, stack) if each else None for each in stages
+        ]
+        stack.pop_all()
+    return movers
 
 
 def layer_content(config: EngineConfig) -> bytes:
@@ -128,9 +134,9 @@ def layer_content(config: EngineConfig) -> bytes:
 
 
 def _build_mover(
-    config: EngineConfig, stages: Sequence[Runner], stats: EngineStats, content: Callable[[], bytes]
+    config: EngineConfig, stages: Sequence[Runner], stats: EngineStats, content: Callable[[], bytes], stack: ExitStack
 ) -> PageMover:
-    """Return the page mover of an executor's stages, with its tiers."""
+    """Return the page mover of an executor's stages, with its tiers, which `stack` closes."""
     lowerings = [stage.programs.lowering for stage in stages]
     page_bytes, state_bytes = new_page_bytes(lowerings), new_state_bytes(lowerings)
     media: list[Medium] = []
@@ -154,6 +160,7 @@ def _build_mover(
             return archive
 
         media.append(DiskPages(open_archive, page_bytes, state_bytes, stats))
+        stack.callback(media[-1].close)
     if (store := config.store) is not None:
         seal_key = store.read_key()
         num_pages = _num_pages("size_gib of kv_store", store.size_gib, page_bytes.size, 1)
@@ -168,6 +175,7 @@ def _build_mover(
                 writes=config.kv_role != CONSUMER,
             )
         )
+        stack.callback(media[-1].close)
     return PageMover(stages, media, stats)
 
 

@@ -82,23 +82,26 @@ def test_pages_that_leave_host_memory_come_back_from_disk(
 
 @pytest.mark.parametrize("can_copy", [True, False])
 def test_accelerators_keep_pages_in_host_memory_by_default(
-    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, can_copy: bool
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, can_copy: bool
 ) -> None:
     """The default's engine is one with that size; a device that cannot copy pages serves without them."""
     monkeypatch.setattr(host, "with_host_tier", lambda *args, **options: with_host_tier(*args[:2], "gpu", 2.0**34))
     if not can_copy:
 
-        def fail(*_: Any) -> PageMover:
-            raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such memory")
+        def fail(stages: Any, media: Any, *others: Any) -> PageMover:
+            if isinstance(media[0], HostPages):
+                raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: no such memory")
+            return PageMover(stages, media, *others)
 
         monkeypatch.setattr(page_tiers, "PageMover", fail)
     with few_programs():
-        engine = DrivenEngine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES))
+        options = SIZES if can_copy else SIZES | {"kv_offloading_path": str(tmp_path)}  # whose file one engine locks
+        engine = DrivenEngine(EngineConfig(str(llama), skip_tokenizer_init=True, **options))
     mover = engine.replicas[0].mover
-    assert (mover is not None) == can_copy
+    assert isinstance(mover, PageMover)
+    assert isinstance(mover.media[0], HostPages) == can_copy
     assert ("no KV pages are kept in host memory" in caplog.text) != can_copy
     if can_copy:
-        assert isinstance(mover, PageMover)
         (tier,) = mover.new_tiers()
         assert (tier.name, tier.num_pages) == ("host", 2 * 2**30 // (2 * 4 * 4 * 16 * 4))
     assert len(generate(engine, [tokens(9, 1)], GREEDY)[0].outputs[0].token_ids) == 4
