@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.outputs import RequestFailure, RequestOutput
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from jaxserve.offline.llm import LLM
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _LINE_FIELDS = {**each(ANY, "custom_id", "url", "body"), "method": needed(BodyField(one_of(("POST",), words='"POST"')))}
 
@@ -291,7 +293,7 @@ class _BatchRun:
                 claim_id(custom_id, seen)
                 if number in self.done:
                     continue
-                request = self.adapt(self._parse_when_free(content))
+                request = self.adapt(self._when_free(partial(self._parse, content)))
             except Exception as error:  # any failure becomes the line's error record
                 if number not in self.done:
                     fingerprint, line_error = fingerprint_of(raw, self.key), _line_error(number, error)
@@ -320,22 +322,27 @@ class _BatchRun:
         try:
             wanted = request.pooling or params
             own = {} if request.adapter is None else {"adapter": request.adapter}
-            self.engine.add_request(request_id, request.prompts[index], wanted, cache_salt=request.cache_salt, **own)
+            add = partial(self.engine.add_request, request_id, request.prompts[index], wanted)
+            self._when_free(partial(add, cache_salt=request.cache_salt, **own))
         except PeerLostError:  # the run ends, not only the line
             raise
         except Exception as error:
             self.engine.abort(request_id)
-            self._fail(line, _line_error(line.number, error))
+            if not line.failed:
+                self._fail(line, _line_error(line.number, error))
+            return
+        if line.failed:  # another prompt's error came meanwhile
+            self.engine.abort(request_id)
             return
         self.in_flight[request_id] = prompt
         self.num_sequences += params.n
 
-    def _parse_when_free(self, content: Json) -> ParsedRequest:
-        """Parse a line's content, perhaps after others have ended that use what it needs, such as memory."""
+    def _when_free(self, work: Callable[[], _Result]) -> _Result:
+        """Return the result of `work`, perhaps after others have ended that use what it needs, such as memory."""
         until_s: float | None = None
         while True:
             try:
-                return self._parse(content)
+                return work()
             except RequestError as error:
                 if as_bad_request(error).status_code != 503:
                     raise

@@ -1,11 +1,13 @@
 """Records of a batch: requests and responses."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
 
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.errors import BusyError
 from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import CHAT, COMPLETIONS, check_model, parse_body
@@ -28,6 +30,30 @@ def test_any_model_name_unless_some_are_given(engine: FakeEngine, tmp_path: Path
 def test_an_unknown_model_is_told_a_few_adapters() -> None:
     with pytest.raises(BadRequestError, match=r"one of \['mine', 'a0', .*'a7'\] or 92 more adapters, got 'other'"):
         check_model("other", ["mine"], [f"a{index}" for index in range(100)])
+
+
+def test_a_line_waits_for_what_earlier_lines_use(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself it is refused."""
+    add, busy = engine.add_request, iter([False, True, True])
+
+    def add_later(*args: Any, **options: Any) -> Any:
+        if next(busy, len(engine.waiting) > 0):
+            raise BusyError("try again")
+        return add(*args, **options)
+
+    monkeypatch.setattr(engine, "add_request", add_later)
+    records = run(engine, tmp_path, [completion("a"), completion("b"), completion("c")])
+    assert [records[f"batch_req_{i}"]["response"]["status_code"] for i in (1, 2, 3)] == [200] * 3
+    monkeypatch.setattr(engine, "add_request", always_busy)
+    (tmp_path / "out.jsonl").unlink()
+    record = run(engine, tmp_path, [completion("a")])["batch_req_1"]
+    assert (record["response"]["status_code"], record["error"]["code"]) == (503, "overloaded")
+
+
+def always_busy(*_: Any, **__: Any) -> None:
+    raise BusyError("try again")
 
 
 def test_completion_record(engine: FakeEngine, tmp_path: Path) -> None:
