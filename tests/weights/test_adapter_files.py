@@ -104,6 +104,7 @@ BAD: dict[str, tuple[dict, dict, str]] = {
     "integers": ({}, {A: np.zeros((4, 6), np.int32)}, "float matrix"),
     "other method": ({"peft_type": "IA3"}, {}, "peft_type must be 'LORA', got 'IA3'"),
     "no alpha": ({"lora_alpha": None}, {}, "lora_alpha must be a positive number, got None"),
+    "huge alpha": ({"lora_alpha": 10**400}, {}, "lora_alpha must be a positive number, got 1000"),
     "alpha": ({"lora_alpha": -1}, {}, "lora_alpha must be a positive number, got -1"),
     "changed base": ({"init_lora_weights": "pissa_niter_4"}, {}, "must not change the base model, got 'pissa_niter_4'"),
     "twice": ({}, {A.replace(".weight", ".default.weight"): np.ones((4, 6), np.float32)}, "must be given once"),
