@@ -96,7 +96,6 @@ class SimulatedReplica:
         in_flight: dispatches that have not ended, oldest first.
         is_touched: True if a request was added since the last call of `plan`.
         index: its number.
-        busy_s: time in which the device had a step.
     """
 
     def __init__(
@@ -113,7 +112,6 @@ class SimulatedReplica:
         self.scheduler = Scheduler(schedule)
         self.in_flight: deque[Dispatch] = deque()
         self.is_touched = False
-        self.busy_s = 0.0
         self._times, self._chooser, self._max_in_flight, self._record = times, chooser, max_in_flight, record
         self._digest = 0
 
@@ -188,7 +186,6 @@ class SimulatedReplica:
         if self._record is not None:
             self._record(Updated([list(token_ids) for token_ids in sampled]))
         ended = self.scheduler.update(dispatch.plan, sampled)
-        self.busy_s += dispatch.ends_s[-1] - dispatch.starts_s
         return dispatch, sampled, ended
 
     def _is_long(self) -> bool:
