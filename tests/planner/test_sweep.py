@@ -112,6 +112,7 @@ def test_a_trace_is_served_on_targets_that_fit() -> None:
     ("arguments", "message"),
     [
         (["--target", "cpu", "--trace", "x"], "a trace is served on swept targets"),
+        (["--sweep", "cpu", "--trace", "no/such"], "trace must be a file with requests, got no/such"),
         (["--sweep", "cpu", "--max-requests", "3"], "must be a positive number of requests of --trace"),
     ],
 )

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +40,8 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any], serve:
         raise ConfigError("prices are compared in a sweep only; give --sweep, or drop --prices")
     if args.trace is not None and args.sweep is None:
         raise ConfigError("a trace is served on swept targets; give --sweep, or jaxserve simulate one target")
+    if args.trace is not None and not Path(args.trace).is_file():  # plans may take minutes
+        raise ConfigError(f"trace must be a file with requests, got {args.trace}")
     if args.max_requests is not None and (args.trace is None or args.max_requests < 1):
         raise ConfigError(f"--max-requests must be a positive number of requests of --trace, got {args.max_requests}")
     if args.programs and (args.sweep is not None or args.target == "cpu"):
