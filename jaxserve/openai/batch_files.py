@@ -287,29 +287,32 @@ class _BatchRun:
         seen: set[int] = set()
         for number, raw in numbered_lines(lines):
             custom_id: Any = None
+            request: ParsedRequest | None = None
             try:
                 content = parse_line(raw)
                 custom_id = content.get("custom_id")
                 claim_id(custom_id, seen)
                 if number in self.done:
                     continue
-                request = self.adapt(self._when_free(partial(self._parse, content)))
             except Exception as error:  # any failure becomes the line's error record
-                if number not in self.done:
-                    fingerprint, line_error = fingerprint_of(raw, self.key), _line_error(number, error)
-                    is_duplicate = isinstance(line_error, BadRequestError) and line_error.code == DUPLICATE
-                    self._write_error(number, None if is_duplicate else custom_id, fingerprint, line_error)
+                failure: Exception | None = error
             else:
+                request, failure = self._attempt(partial(self._parse, content))
+            if request is not None:
                 line = _Line(number, custom_id, fingerprint_of(raw, self.key), request)
                 yield from (_LinePrompt(line, index) for index in range(len(request.prompts)))
+            elif failure is not None and number not in self.done:
+                fingerprint, line_error = fingerprint_of(raw, self.key), _line_error(number, failure)
+                is_duplicate = isinstance(line_error, BadRequestError) and line_error.code == DUPLICATE
+                self._write_error(number, None if is_duplicate else custom_id, fingerprint, line_error)
 
     def _parse(self, content: Json) -> ParsedRequest:
-        """Return the request in a line's JSON object."""
+        """Return the request to serve for a line's JSON object."""
         url = BodyReader().read(content, _LINE_FIELDS, "the line").get("url")
         if url not in self.urls:
             message = f"url must be {' or '.join(self.urls)}, got {brief(url)}"
             raise BadRequestError(message, "url", "invalid_url")
-        return parse(url, content.get("body"), self.context)
+        return self.adapt(parse(url, content.get("body"), self.context))
 
     def _admit(self, prompt: _LinePrompt) -> None:
         """Add a prompt to the engine; if that fails, fail its line."""
@@ -319,39 +322,41 @@ class _BatchRun:
         request_id, request, params = f"batch-{line.number}-{index}", line.request, line.request.params
         if params.seed is None:
             params = replace(params, seed=derived_seed(self.key, line.number, index))
-        try:
-            wanted = request.pooling or params
-            own = {} if request.adapter is None else {"adapter": request.adapter}
-            add = partial(self.engine.add_request, request_id, request.prompts[index], wanted)
-            self._when_free(partial(add, cache_salt=request.cache_salt, **own))
-        except PeerLostError:  # the run ends, not only the line
-            raise
-        except Exception as error:
+        wanted = request.pooling or params
+        own = {} if request.adapter is None else {"adapter": request.adapter}
+        add = partial(self.engine.add_request, request_id, request.prompts[index], wanted)
+        _, failure = self._attempt(partial(add, cache_salt=request.cache_salt, **own))
+        if isinstance(failure, PeerLostError):  # the run ends, not only the line
+            raise failure
+        if failure is not None or line.failed:  # another prompt's error may have come meanwhile
             self.engine.abort(request_id)
-            if not line.failed:
-                self._fail(line, _line_error(line.number, error))
-            return
-        if line.failed:  # another prompt's error came meanwhile
-            self.engine.abort(request_id)
+            if failure is not None and not line.failed:
+                self._fail(line, _line_error(line.number, failure))
             return
         self.in_flight[request_id] = prompt
         self.num_sequences += params.n
 
-    def _when_free(self, work: Callable[[], _Result]) -> _Result:
-        """Return the result of `work`, perhaps after others have ended that use what it needs, such as memory."""
+    def _attempt(self, work: Callable[[], _Result]) -> tuple[_Result | None, Exception | None]:
+        """Return the result of `work`, or its error.
+
+        It may wait until others have ended that use what `work` needs, such as memory. What ends the run meanwhile is
+        raised: the line is not to blame.
+        """
         until_s: float | None = None
         while True:
             try:
-                return work()
+                return work(), None
             except RequestError as error:
                 if as_bad_request(error).status_code != 503:
-                    raise
+                    return None, error
                 if self.in_flight:
                     until_s = None
                 else:
                     until_s = time.monotonic() + self.patience_s if until_s is None else until_s
                     if time.monotonic() >= until_s:
-                        raise
+                        return None, error
+            except Exception as error:
+                return None, error
             self._wait()
 
     def _wait(self) -> None:

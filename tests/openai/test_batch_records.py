@@ -52,6 +52,25 @@ def test_a_line_waits_for_what_earlier_lines_use(
     assert (record["response"]["status_code"], record["error"]["code"]) == (503, "overloaded")
 
 
+def test_a_run_that_ends_while_a_line_waits_leaves_the_line_for_the_next_run(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add, ends = engine.add_request, KeyError("the server stops")
+
+    def stop() -> Any:
+        raise ends
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "wait", stop)
+        patch.setattr(
+            engine, "add_request", lambda name, *args, **kw: (always_busy if "2" in name else add)(name, *args, **kw)
+        )
+        with pytest.raises(KeyError, match="the server stops"):
+            run(engine, tmp_path, [completion("a"), completion("b")])
+    records = run(engine, tmp_path, [completion("a"), completion("b")])
+    assert [records[f"batch_req_{i}"]["response"]["status_code"] for i in (1, 2)] == [200] * 2
+
+
 def always_busy(*_: Any, **__: Any) -> None:
     raise BusyError("try again")
 
