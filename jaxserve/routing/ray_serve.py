@@ -252,7 +252,7 @@ class _Relayed:
         self._silence_timeout_s = silence_timeout_s
         self._path = _without_root(scope)
         identity = ReplyIdentity(secrets.token_hex(16), int(time.time()), secrets.randbits(62))
-        headers = [(name, value) for name, value in scope["headers"] if name not in _DROPPED]
+        headers = [(name, value) for name, value in scope["headers"] if name not in _DROPPED and name != HEADER]
         query = scope.get("query_string") or b""
         root = quote(scope.get("root_path", "")).encode()
         path = (scope.get("raw_path") or scope["path"].encode()).removeprefix(root) + (b"?" + query if query else b"")

@@ -95,7 +95,7 @@ def test_accelerators_keep_pages_in_host_memory_by_default(
 
         monkeypatch.setattr(page_tiers, "PageMover", fail)
     with few_programs():
-        options = SIZES if can_copy else SIZES | {"kv_offloading_path": str(tmp_path)}  # whose file one engine locks
+        options = SIZES if can_copy else SIZES | {"kv_offloading_path": str(tmp_path)}
         engine = DrivenEngine(EngineConfig(str(llama), skip_tokenizer_init=True, **options))
     mover = engine.replicas[0].mover
     assert isinstance(mover, PageMover)
@@ -104,6 +104,7 @@ def test_accelerators_keep_pages_in_host_memory_by_default(
     if can_copy:
         (tier,) = mover.new_tiers()
         assert (tier.name, tier.num_pages) == ("host", 2 * 2**30 // (2 * 4 * 4 * 16 * 4))
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) <= 1 - can_copy, "no other file stays open"
     assert len(generate(engine, [tokens(9, 1)], GREEDY)[0].outputs[0].token_ids) == 4
     engine.close()
 

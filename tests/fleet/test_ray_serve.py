@@ -73,7 +73,8 @@ def front(
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {"type": "http", "method": "POST", "headers": [(b"connection", b"close")], "root_path": root}
+    headers = [(b"connection", b"close"), (HEADER, b"the client's")]
+    scope = {"type": "http", "method": "POST", "headers": headers, "root_path": root}
     scope |= {"path": f"{root}/v1/completions", "raw_path": f"{root}/v1/completions".encode()}
     asyncio.run(Front(replicas.serve, ServerConfig(**options), 3, silence_timeout_s)(scope, receive, send))
     return sent
@@ -118,6 +119,9 @@ def test_a_silent_replica_loses_its_requests() -> None:
     replicas = Replicas(["is silent"], [head, b"data: one\n\n" + comment, "is silent"], [head, b"data: two\n\n"])
     assert ask(replicas, silence_timeout_s=0.05)[::2] == (200, b"data: one\n\ndata: two\n\n")
     assert [head.attempt for head, _ in replicas.calls] == [0, 1, 2]
+    identities = [[value for name, value in head.headers if name == HEADER] for head, _ in replicas.calls]
+    assert identities == [identities[0]] * 3
+    assert len(identities[0]) == 1, "the client does not choose it"
     status, _, data = ask(Replicas(*[["is silent"]] * 3), silence_timeout_s=0.02)
     assert (status, json.loads(data)["error"]["code"]) == (502, "server_died")
 
