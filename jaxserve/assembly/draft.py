@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """Weights and sizes of a proposer; without arguments, of an engine that has none.
+    """A proposer's weights and sizes; without arguments, for an engine that has none.
 
     Attributes:
         params: weights on one device, or split over the first replica's devices; empty for n-gram lookup.
@@ -47,7 +47,7 @@ class Draft:
         return stage.is_last if self.reads_features else stage.is_first
 
     def replicas(self, meshes: Sequence[Mesh | None], stages: Sequence[ArchConfig]) -> list[Params]:
-        """Return the weights for each mesh: those of the first replica's `stages`, then those of other replicas."""
+        """Return the weights for each mesh: first for the first replica's `stages`, then for other replicas."""
         drafts = [self.is_in(stage.stage) for _, stage in zip(meshes, cycle(stages), strict=False)]
         own = [mesh for mesh, is_there in zip(meshes, drafts, strict=True) if is_there]
         placed = iter(

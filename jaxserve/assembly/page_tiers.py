@@ -113,7 +113,7 @@ def build_movers(
     stages = [each.stages if isinstance(each, Runner | Pipeline) else () for each in executors]
     proposers = [each.programs.lowering.proposer for replica in stages for each in replica]
     draft = layer_content(config) if any(isinstance(each, PagedProposer) for each in proposers) else b""
-    with ExitStack() as stack:  # files and addresses of tiers are free again if others cannot be used
+    with ExitStack() as stack:  # closes what is open if another tier fails
         movers = [
             _build_mover(config, each, stats, lambda: content() + draft, stack) if each else None for each in stages
         ]
@@ -136,7 +136,7 @@ def layer_content(config: EngineConfig) -> bytes:
 def _build_mover(
     config: EngineConfig, stages: Sequence[Runner], stats: EngineStats, content: Callable[[], bytes], stack: ExitStack
 ) -> PageMover:
-    """Return the page mover of an executor's stages, with its tiers, which `stack` closes."""
+    """Return a replica's page mover, with its tiers, which `stack` closes."""
     lowerings = [stage.programs.lowering for stage in stages]
     page_bytes, state_bytes = new_page_bytes(lowerings), new_state_bytes(lowerings)
     media: list[Medium] = []

@@ -69,7 +69,7 @@ class Upstream:
         oldest_s = time.monotonic() - self._idle_s
         while self._idle:
             found, since_s = self._idle.pop()
-            if since_s > oldest_s and found.is_reusable:  # not if more has come than the reply
+            if since_s > oldest_s and found.is_reusable:  # else more has come than the reply
                 return found
             self._open.discard(found)
             found.close()
@@ -192,7 +192,7 @@ class _Connection(asyncio.Protocol):
         self._is_head, self._until_end, self._is_paused = is_head, False, False
         self.has_head = self.is_complete = self._keeps_alive = False
         self.status, self.headers = 0, CIMultiDict[str]()
-        self._num_other_bytes = 0  # since the head or the latest part of the body
+        self._num_other_bytes = 0  # bytes after the head or the latest part of the body
         self.parts: list[bytes] = []
         self._num_bytes = 0
 
