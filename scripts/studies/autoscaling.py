@@ -79,7 +79,7 @@ class Scaled:
     def _by_queue(self) -> None:
         serving = self._simulation.replicas[: self._size]
         waiting = sum(replica.view.num_waiting for replica in serving)
-        busy_s = sum(replica.busy_s for replica in self._simulation.replicas)
+        busy_s = sum(window.busy_s for window in self._simulation.totals.timeline.windows)
         load, self._busy_s = (busy_s - self._busy_s) / LOOK_S, busy_s
         self._calm = 0 if waiting or self._size < 2 or load > BUSY * (self._size - 1) else self._calm + 1
         if waiting > HIGH * self._size and not self._coming:
