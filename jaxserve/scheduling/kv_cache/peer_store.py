@@ -37,7 +37,7 @@ _MAX_CONNECTIONS = 256
 _MAX_ERROR_CHARS = 500
 _HANDSHAKE_S = 5.0  # maximum time until the other side has proved that it has the key
 _RETRY_S = 1.0  # time after which connections are accepted again if none can be, as with too many open files
-_IDLE_S = 300.0  # maximum time without a message, or without progress in sending a page: the other side may be gone
+_IDLE_S = 300.0  # maximum time without a message, or to send a page: the other side may be gone
 _MEMORY_FRACTION = 0.5  # fraction of the memory free at the start
 
 
