@@ -11,10 +11,11 @@ from jaxtyping import Array, Int, UInt32
 from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.rows import Rows
 from jaxserve.execution.state import CLIPPED, ServeState
+from jaxserve.spec_decode.stateless import Stateless
 
 
 @dataclass(frozen=True)
-class NGram:
+class NGram(Stateless):
     """Proposer that finds the longest earlier match of a sequence's last tokens, on the device (Saxena 2023).
 
     Among equally long matches it takes the latest that at least K tokens follow: in a repeating sequence the very
@@ -35,28 +36,6 @@ class NGram:
     def max_nodes(self) -> int:
         """Maximum drafts per row."""
         return self.max_drafts
-
-    def new_state(self) -> None:
-        """Return no state: lookups need none."""
-
-    def admit(self, state: Any, slot: Int[Array, " A"]) -> Any:
-        """Return the state, which is None."""
-        return state
-
-    def take(
-        self,
-        state: Any,
-        slot: Int[Array, " S"],
-        length: Int[Array, " S"],
-        num_drafts: Int[Array, " S"],
-        token_ids: Int[Array, "S K"],
-    ) -> Any:
-        """Return the state, which is None."""
-        return state
-
-    def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> Any:
-        """Return the proposer's state, which is None."""
-        return state.draft
 
     def propose(
         self,

@@ -11,10 +11,11 @@ from jaxtyping import Array, Int, UInt32
 from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.rows import Rows
 from jaxserve.execution.state import CLIPPED, ServeState
+from jaxserve.spec_decode.stateless import Stateless
 
 
 @dataclass(frozen=True)
-class PreviousStage:
+class PreviousStage(Stateless):
     """Proposer for stages whose drafts come from the previous stage, with the hidden states.
 
     Attributes:
@@ -29,29 +30,6 @@ class PreviousStage:
     def max_nodes(self) -> int:
         """Maximum drafts per row."""
         return self.max_drafts
-
-    def new_state(self) -> Any:
-        """Return no state."""
-        return None
-
-    def admit(self, state: Any, slot: Int[Array, " A"]) -> Any:
-        """Return the state, which is None."""
-        return state
-
-    def take(
-        self,
-        state: Any,
-        slot: Int[Array, " S"],
-        length: Int[Array, " S"],
-        num_drafts: Int[Array, " S"],
-        token_ids: Int[Array, "S K"],
-    ) -> Any:
-        """Return the state, which is None."""
-        return state
-
-    def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> Any:
-        """Return the state unchanged: drafts are used once."""
-        return state.draft
 
     def propose(
         self,
