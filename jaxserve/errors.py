@@ -29,6 +29,10 @@ class BusyError(RequestError):
     """Request that is refused only now, as others use what it needs; the client may send it again."""
 
 
+class FaultError(RequestError):
+    """Request that fails by a fault of this installation: sent again, it fails again until an operator mends that."""
+
+
 class PromptTooLongError(RequestError):
     """Prompt with more tokens than the model takes.
 
@@ -53,6 +57,12 @@ class EngineDiedError(RequestError):
 
 class PeerLostError(RuntimeError):
     """Loss of another process in this run with its devices; the run must be restarted."""
+
+
+def error_at(where: str, error: RequestError) -> RequestError:
+    """Return an error whose message begins with where it occurred; one that is not the request's fault stays such."""
+    kind = next((each for each in (BusyError, FaultError) if isinstance(error, each)), RequestError)
+    return kind(f"{where}: {error}" if where else str(error))
 
 
 def brief(value: object) -> str:

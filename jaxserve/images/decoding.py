@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import signal
 import threading
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ from jaxserve.system.child_process import ChildProcess
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 2**25  # per image file
 MAX_PIXELS = 2**26  # per image, before it is resized
@@ -47,7 +44,8 @@ class Decoders:
             deadline: time limit for its prompt's images.
 
         Raises:
-            RequestError: the file is no such image, or exceeds a limit; a BusyError if no process is free in time.
+            RequestError: the file is no such image, or exceeds a limit; a BusyError if no process is free in time; a
+                FaultError if none can start.
         """
         from PIL import Image as pillow  # noqa: N813, PLC0415 - an extra
 
@@ -89,21 +87,10 @@ class Decoders:
 
 
 def _new_process() -> ChildProcess:
-    """Start a decoding process; BusyError if it does not start."""
-    try:
-        process = ChildProcess(_SCRIPT)
-    except OSError as error:
-        raise BusyError(f"images need a process of their own to be decoded, but: {error}") from error
+    """Start a decoding process; see `ChildProcess.started`."""
     limits = {"max_pixels": MAX_PIXELS, "max_bytes": DECODE_BYTES, "max_s": DECODE_S}
-    process.write(json.dumps(limits).encode() + b"\n")
-    if process.read_line(START_S) is None:
-        process.kill()
-        logger.warning("%s has not started in %g s, or has ended; run it to see its error", _SCRIPT, START_S)
-        raise BusyError(f"images need a process of their own to be decoded, which does not start; {_INSTALL}")
-    return process
-
-
-_INSTALL = f"see the log, or {install_extra('images')}"
+    line, advice = json.dumps(limits).encode() + b"\n", f", or {install_extra('images')}"
+    return ChildProcess.started(_SCRIPT, line, START_S, "images are decoded by", advice=advice)
 
 
 def _decode(process: ChildProcess, data: bytes) -> tuple[int, int, bytes]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.errors import BusyError, ConfigError, RequestError, brief, install_extra
+from jaxserve.errors import BusyError, ConfigError, RequestError, brief, error_at, install_extra
 from jaxserve.images.cache import ImageCache, LivingImages, Picture
 from jaxserve.images.deadline import Deadline
 from jaxserve.images.decoding import MAX_PIXELS, Decoders
@@ -139,8 +139,7 @@ class ImageReader:
             try:
                 picture = self._prepare(processor, image, name, namespace, deadline, sum(own.values()))
             except RequestError as error:
-                kind = BusyError if isinstance(error, BusyError) else RequestError
-                raise kind(f"image {number} of the prompt: {error}") from error
+                raise error_at(f"image {number} of the prompt", error) from error
             own |= {each.digest: each.num_bytes for each in picture}
             yield picture
 

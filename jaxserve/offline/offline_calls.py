@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxserve.api.lora_request import LoRARequest
-from jaxserve.errors import BusyError, RequestError, brief
+from jaxserve.errors import BusyError, RequestError, brief, error_at
 
 if TYPE_CHECKING:
     from jaxserve.api.outputs import RequestOutput
@@ -111,8 +111,7 @@ class Calls:
                     str(next(self._ids)), prompt, p, shares_last_page=shares_last_page, **options
                 )
             except RequestError as error:
-                kind = BusyError if isinstance(error, BusyError) else RequestError
-                raise kind(f"prompt {index}: {error}" if len(rows) > 1 else str(error)) from None
+                raise error_at(f"prompt {index}" if len(rows) > 1 else "", error) from None
 
         return read
 

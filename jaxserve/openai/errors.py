@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxserve.errors import BusyError, EngineDiedError, PromptTooLongError, RequestError
+from jaxserve.errors import BusyError, EngineDiedError, FaultError, PromptTooLongError, RequestError
 
 Json = dict[str, Any]
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 4096, 256
@@ -51,6 +51,8 @@ def as_bad_request(error: RequestError) -> BadRequestError:
         return BadRequestError(str(error), code="context_length_exceeded", too_long=length)
     if isinstance(error, EngineDiedError):
         return BadRequestError(str(error), code="engine_died", status_code=500)
+    if isinstance(error, FaultError):
+        return BadRequestError(str(error), code="internal_error", status_code=500)
     if isinstance(error, BusyError):
         return BadRequestError(str(error), code="overloaded", status_code=503)
     return BadRequestError(str(error))

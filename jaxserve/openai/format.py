@@ -19,7 +19,7 @@ from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.schema import FieldType
 from jaxserve.api.structured_outputs import StructuredOutputsParams
-from jaxserve.errors import BusyError, PromptTooLongError, RequestError, brief
+from jaxserve.errors import BusyError, FaultError, PromptTooLongError, RequestError, brief
 from jaxserve.openai.chats import PROMPT_FIELDS, read_chat
 from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError, Json, check_output_len, error_in
@@ -316,7 +316,7 @@ def naming_fields(url: str, form_field: str | None = None) -> Iterator[None]:
     except BadRequestError:
         raise
     except RequestError as error:
-        if isinstance(error, PromptTooLongError | BusyError):
+        if isinstance(error, PromptTooLongError | BusyError | FaultError):
             raise error_in(prompt_field(url), error) from error
         words = [prompt_field(url) if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
         named = next((word for word in words if word in _FIELDS[url]), None)

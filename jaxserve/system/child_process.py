@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -13,9 +16,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from jaxserve.errors import BusyError, FaultError
 from jaxserve.system.environment import child_variables
 
+logger = logging.getLogger(__name__)
+
 _PART_BYTES = 2**20
+_SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 class ChildProcess:
@@ -45,6 +52,40 @@ class ChildProcess:
         assert self._process.stdout is not None, "it has pipes"
         self._input, self._output = self._process.stdin, self._process.stdout
         self.kill: Callable[[], Any] = weakref.finalize(self, _kill, self._process)
+
+    @classmethod
+    def started(
+        cls, script: Path, request: bytes, timeout_s: int | float, need: str, *, advice: str = "", **variables: str
+    ) -> ChildProcess:
+        """Start a script and wait for its answer to a first request, which means that it is ready.
+
+        Args:
+            script: see the class.
+            request: first request.
+            timeout_s: time until the answer.
+            need: beginning of the message, such as "images are decoded by".
+            advice: end of the message if the script ends by itself.
+            variables: see the class.
+
+        Raises:
+            BusyError: the machine lacks memory, processes or time for it now.
+            FaultError: it cannot start.
+        """
+        try:
+            process = cls(script, **variables)
+        except OSError as error:
+            kind = BusyError if error.errno in _SHORTAGES else FaultError
+            raise kind(f"{need} a process of their own, but: {error}") from error
+        process.write(request)
+        if process.read_line(timeout_s) is not None:
+            return process
+        status = process.status
+        process.kill()
+        if status in (None, -signal.SIGKILL):  # or the system has ended it, for lack of memory
+            logger.warning("%s was not ready in %g s, or was killed", script, timeout_s)
+            raise BusyError(f"{need} a process of their own, which was not ready in {timeout_s:g} s; try again")
+        logger.error("%s has ended with status %s; run it to see its error", script, status)
+        raise FaultError(f"{need} a process of their own, which ends with status {status}; see the log{advice}")
 
     @property
     def pid(self) -> int:

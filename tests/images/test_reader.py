@@ -1,8 +1,10 @@
 """Images of prompts from all kinds of values: read once, cached, limited and refused with a reason."""
 
 import base64
+import errno
 import io
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +19,7 @@ from PIL import Image
 from jaxserve.api.config import EngineConfig
 from jaxserve.assembly.generation_defaults import build_arch
 from jaxserve.assembly.images import build_image_reader
-from jaxserve.errors import BusyError, ConfigError, PromptTooLongError, RequestError
+from jaxserve.errors import BusyError, ConfigError, FaultError, PromptTooLongError, RequestError
 from jaxserve.images import decoding
 from jaxserve.images.cache import ImageCache
 from jaxserve.images.deadline import Deadline
@@ -27,6 +29,7 @@ from jaxserve.images.placeholders import Placeholders
 from jaxserve.images.prepared import EncodedPrompt, PreparedImage
 from jaxserve.images.processor_files import image_processor
 from jaxserve.images.reader import ImageOptions, ImageReader
+from jaxserve.openai.errors import as_bad_request
 from tests.vision_checkpoints import FAMILIES
 
 IMAGE = 7
@@ -182,6 +185,33 @@ def test_waiting_for_a_decoder_is_no_fault_of_the_images(monkeypatch, prompt_s):
         time.sleep(0.02)
     with pytest.raises(BusyError):
         deadline.left_s(1)
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "word"),
+    [
+        (None, FaultError, "which ends with status 2"),
+        (errno.EACCES, FaultError, "but"),
+        (errno.EAGAIN, BusyError, "but"),
+    ],
+)
+def test_a_decoder_that_cannot_start_is_an_error_at_once(monkeypatch, tmp_path, broken, kind, word):
+    """It is the server's fault, for which a batch does not wait; a lack of processes may pass."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(broken, "no process")
+
+    reader, image = new_reader(), inputs(encoded())
+    with monkeypatch.context() as patch:
+        if broken is None:
+            patch.setattr(decoding, "_SCRIPT", tmp_path / "absent.py")
+        else:
+            patch.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(kind, match=f"image 1 of the prompt: images are decoded by a process of their own, {word}"):
+            reader.prepare(image)
+    assert as_bad_request(kind("")).status_code == (500 if kind is FaultError else 503)
+    assert reader.prepare(image)
+    reader.close()
 
 
 def test_the_cache_keeps_what_was_used_last():

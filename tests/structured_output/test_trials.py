@@ -11,7 +11,7 @@ import pytest
 import tiny_tokenizers
 
 from jaxserve.api.structured_outputs import StructuredOutputsParams
-from jaxserve.errors import BusyError, RequestError
+from jaxserve.errors import BusyError, FaultError, RequestError
 from jaxserve.openai.errors import as_bad_request
 from jaxserve.text.structured_output import trial
 from jaxserve.text.structured_output.grammar import GrammarCompiler
@@ -75,7 +75,7 @@ def test_a_process_that_does_not_start_is_tried_again(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(trial, "_SCRIPT", tmp_path / "absent.py")
-        with pytest.raises(RequestError, match="which does not start; try again"):
+        with pytest.raises(FaultError, match="compiled by a process of their own, which ends with status 2; see the"):
             compile_form(compiler, "", regex="a")
     compile_form(compiler, "", regex="a")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import re
 import signal
 import threading
@@ -19,13 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxserve.errors import BusyError, RequestError
+from jaxserve.errors import BusyError, FaultError, RequestError
 from jaxserve.system.child_process import ChildProcess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-logger = logging.getLogger(__name__)
 
 COMPILE_S = 5.0  # processor time per grammar, which grows with the square of a schema's properties
 PATIENCE = 4  # wall time may be this many times as long, as processors are shared
@@ -103,22 +100,12 @@ class Child:
         self._process = None
 
     def _started(self) -> ChildProcess:
-        """Return the process, started if it does not run; BusyError if it cannot start."""
+        """Return the process, started if it does not run; see `ChildProcess.started`."""
         if self._process is not None and self._process.status is None:
             return self._process
         self.end()  # closes the pipes if it has already ended
-        try:
-            self._process = process = ChildProcess(_SCRIPT, RAYON_NUM_THREADS="1")
-        except OSError as error:
-            raise BusyError(f"structured_outputs need a process of their own to compile, but: {error}") from error
-        process.write(self._start)
-        if process.read_line(START_S) is None:
-            self.end()
-            logger.warning("%s has not started in %g s, or has ended; run it to see its error", _SCRIPT, START_S)
-            raise BusyError(
-                "structured_outputs must be compiled by a process of their own, which does not start; try again, and "
-                "see the log if it fails again"
-            )
+        need = "structured_outputs are compiled by"
+        self._process = process = ChildProcess.started(_SCRIPT, self._start, START_S, need, RAYON_NUM_THREADS="1")
         return process
 
 
@@ -148,7 +135,8 @@ class Trials:
 
         Raises:
             RequestError: the grammar is refused or exceeds a limit.
-            BusyError: it waits too long, or no process starts.
+            BusyError: it waits too long, also for a process that starts.
+            FaultError: no process can start.
         """
         key = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
         with self._changed:
@@ -160,7 +148,7 @@ class Trials:
                 return child.compile(grammar)
         except RequestError as error:
             for_s = REFUSED_S if isinstance(error, TooLongError) else float("inf")
-            if not isinstance(error, BusyError):
+            if not isinstance(error, BusyError | FaultError):
                 with self._changed:
                     self._refused[key] = time.monotonic() + for_s, error
                     while len(self._refused) > MAX_REFUSED:
