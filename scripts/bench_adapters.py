@@ -3,10 +3,10 @@
     python scripts/bench_adapters.py --rows 64 --adapters 8 --rank 16
     python scripts/bench_adapters.py --model DIR --dtype float32 --vllm ~/vllm/bin/python
 
-"base": an engine without adapters. "idle": an engine with adapters, all rows of the base model. "adapted": the same
-engine, the adapters in turn over the rows. Without `--model` it writes a random Llama of about 110M parameters. Prints
-one JSON line: median output tokens per second, the medians of each round's ratios to "base", and those per second of
-processor time, which other programs on the machine disturb less.
+"base": an engine without adapters. "idle": an engine with adapters, all rows of the base model. "beside": the same
+engine, one row with an adapter. "adapted": the same engine, the adapters in turn over the rows. Without `--model` it
+writes a random Llama of about 110M parameters. Prints one JSON line: median output tokens per second, the medians of
+each round's ratios to "base", and those per second of processor time, which other programs on the machine disturb less.
 
 `--vllm` measures vLLM in the same rounds, with the same prompts and adapters, in processes that are stopped while
 others are measured: "vllm_base", and "vllm_adapted", whose ratio is to "vllm_base".
@@ -35,7 +35,7 @@ from jaxserve.models.adapted_specs import adapted_specs
 ROOT = Path(__file__).parent.parent
 SIZES = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12}
 SIZES |= {"num_key_value_heads": 4, "vocab_size": 32000, "head_dim": 64}
-BASE, IDLE, ADAPTED = "base", "idle", "adapted"
+BASE, IDLE, BESIDE, ADAPTED = "base", "idle", "beside", "adapted"
 VLLM_BASE, VLLM_ADAPTED = "vllm_base", "vllm_adapted"
 TIMEOUT_S = 1800.0
 
@@ -119,6 +119,7 @@ def main() -> None:
         ways: dict[str, Callable[[list[list[int]]], Speed]] = {
             BASE: lambda prompts: speed(plain, prompts, num_tokens, base),
             IDLE: lambda prompts: speed(adapted, prompts, num_tokens, base),
+            BESIDE: lambda prompts: speed(adapted, prompts, num_tokens, [*mixed[:1], *base[1:]]),
             ADAPTED: lambda prompts: speed(adapted, prompts, num_tokens, mixed),
         }
         if args.vllm:
@@ -146,7 +147,7 @@ def summary(args: argparse.Namespace, speeds: dict[str, list[Speed]]) -> dict[st
     result |= {
         f"{way}_tok_s": round(statistics.median(each.tok_s for each in found), 1) for way, found in speeds.items()
     }
-    for way, other in {IDLE: BASE, ADAPTED: BASE, VLLM_ADAPTED: VLLM_BASE}.items():
+    for way, other in {IDLE: BASE, BESIDE: BASE, ADAPTED: BASE, VLLM_ADAPTED: VLLM_BASE}.items():
         if way in speeds:
             pairs = list(zip(speeds[way], speeds[other], strict=True))
             result[f"{way}_ratio"] = round(statistics.median(own.tok_s / base.tok_s for own, base in pairs), 3)
