@@ -205,6 +205,13 @@ def test_adapters_come_and_go_under_traffic(start: Start):
     for name in llm.list_loras():
         llm.unload_lora(name)
     llm.engine.check_integrity()
+    core, [replica] = llm.engine.core, llm.engine.replicas
+    assert core.adapters_in_use() == (set(), set())
+    assert replica.scheduler.num_pages_used == 0
+    llm.reset_prefix_cache()
+    generate(llm, [None], [prompt])
+    replica.scheduler.adapters.forget_idle()
+    assert len(replica.scheduler.adapters._free) == LORA["max_loras"], "all slots are back"
 
 
 BAD: Mapping[str, tuple[dict[str, Any], str]] = {
