@@ -86,8 +86,8 @@ class Adapters:
         await _send_text(call, f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _check_name(self, name: str) -> None:
-        """Raise BadRequestError for a name of the base model."""
-        if not name or name in self._model_names:
+        """Raise BadRequestError for a name of the base model; LoRARequest checks others."""
+        if name in self._model_names:
             message = f"an adapter's name must not be one of the model's, {list(self._model_names)}, got {brief(name)}"
             raise BadRequestError(message, "lora_name")
 
