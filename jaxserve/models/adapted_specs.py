@@ -164,7 +164,8 @@ def _separate(spec: ParamSpec, parts: Sequence[str]) -> ParamSpec:
     """Return a spec for experts' matrices with names by expert and part, as checkpoints have or had them."""
     if parts and not spec.stacked:
         return spec
-    experts, _, name = spec.hf_names[0].rpartition(".")
+    layer, _, name = spec.hf_names[0].removesuffix(".weight").rpartition(".")
+    experts = layer if layer.endswith(".experts") else f"{layer}.experts"  # Granite's files lack this level
     own = (parts[:2] if spec.path[-1] == EXPERT_MATRICES[0] else parts[2:]) or [name]
     names = [f"{experts}.{index}.{part}.weight" for index in range(spec.num_matrices) for part in own]
     return dataclasses.replace(spec, hf_names=tuple(names), stacked=False, transposed=False)

@@ -78,14 +78,16 @@ def test_variants_have_the_logits_of_peft(tmp_path, is_tied, is_native):
 
 @pytest.mark.parametrize("is_native", IS_NATIVE)
 @pytest.mark.parametrize(
-    "family", some_by_default(("qwen3_moe", "qwen2_moe", "deepseek_v3", "mixtral", "gpt_oss"), "qwen3_moe")
+    "family",
+    some_by_default(("qwen3_moe", "qwen2_moe", "deepseek_v3", "mixtral", "gpt_oss", "granite_moe_hybrid"), "qwen3_moe"),
 )
 def test_adapters_of_experts_have_the_logits_of_peft(tmp_path, family, is_native):
     sizes = {"num_hidden_layers": 2, "decoder_sparse_step": 1} if family == "qwen3_moe" else {}
     model = write_checkpoint(tmp_path / "model", family, **sizes)
-    targets = {"target_modules": ["o_proj"], "target_parameters": [f"mlp.experts.{name}_proj" for name in PARAMETERS]}
+    experts = f"{'block_sparse_moe' if family.startswith('granite') else 'mlp'}.experts"
+    targets = {"target_modules": ["o_proj"], "target_parameters": [f"{experts}.{name}_proj" for name in PARAMETERS]}
     configs = {"one": {"r": 3, **targets}, "two": {"r": 16, **targets}}
-    configs["down"] = {"r": 5, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+    configs["down"] = {"r": 5, "target_modules": ["q_proj"], "target_parameters": [f"{experts}.down_proj"]}
     is_scanned = family == "qwen3_moe" and not is_native
     check(tmp_path, model, configs, is_native=is_native, is_scanned=is_scanned, extras=("experts",))
 
