@@ -9,6 +9,7 @@ file for the same weights.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from jaxserve.api.outputs import RequestOutput
     from jaxserve.core.growing_outputs import RequestGroup
 
+logger = logging.getLogger(__name__)
+
 MAX_TURNS = 4096  # conversations whose latest turn is remembered
 MAX_TOKENS = 2**24  # tokens in these, of up to 40 bytes each
 MAX_PATCH_BYTES = 2**29  # patches of their images
@@ -42,6 +45,10 @@ RESTORING = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # par
 
 class UnknownSessionError(RequestError):
     """There is no conversation with this name."""
+
+
+class UnreadableSessionError(UnknownSessionError):
+    """The file of a saved conversation has another format, or is damaged."""
 
 
 class NoSessionsError(RequestError):
@@ -153,6 +160,7 @@ class Sessions:
         self._latest: OrderedDict[tuple[str, str], Session] = OrderedDict()
         self._num_tokens = self._num_patch_bytes = 0  # latest turns only
         self._lock = threading.Lock()  # guards all three
+        self._reported: set[Path] = set()  # unreadable files about which the log has a line
 
     @classmethod
     def at(cls, kv_offloading_path: str | None, quota: SessionQuota, *, has_prefix_cache: bool) -> Sessions:
@@ -248,35 +256,46 @@ class Sessions:
             )
 
     def read(self, name: str, tenant: str = "") -> Session:
-        """Return a saved session; UnknownSessionError if there is none."""
+        """Return a saved session; UnknownSessionError if there is none, or it cannot be read."""
         path = self._path(name, tenant)
         with self._writing:  # a writer replaces two files
-            session = self._require_saved(path, name, tenant)
+            session = _read(path)
+            if session is None or (session.name, session.tenant) != (name, tenant):
+                raise _unknown(name)
             if not session.images:
                 return session
             return replace(session, images=session_images.read_patches(session.images, _patches_path(path, session)))
 
     def list(self, tenant: str = "") -> list[Session]:
-        """Return a tenant's saved sessions, the latest first."""
-        found = [_read(path) for path in self._files(tenant)]
+        """Return a tenant's saved sessions that can be read, the latest first."""
+        found = [self._read_listed(path) for path in self._files(tenant)]
         own = [session for session in found if session is not None and session.tenant == tenant]
         return sorted(own, key=lambda session: -session.created_s)
 
     def delete(self, name: str, tenant: str = "") -> None:
-        """Delete a saved session; UnknownSessionError if there is none. Its pages age as others do."""
+        """Delete a saved session, also an unreadable one; UnknownSessionError if there is none.
+
+        Its pages age as others do.
+        """
         path = self._path(name, tenant)
         with self._writing:
-            self._require_saved(path, name, tenant)
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                raise _unknown(name) from None
+            except OSError as error:
+                raise RequestError(f"the session {brief(name)} cannot be deleted: {error.strerror}") from error
             _drop_patches(path)
 
-    @staticmethod
-    def _require_saved(path: Path, name: str, tenant: str) -> Session:
-        """Return the session in a file, without its images' patches; UnknownSessionError if it is another one."""
-        session = _read(path)
-        if session is None or (session.name, session.tenant) != (name, tenant):
-            raise UnknownSessionError(f"there is no saved session {brief(name)}; save it first")
-        return session
+    def _read_listed(self, path: Path) -> Session | None:
+        """Return the session in a file; None, after one line in the log, if it cannot be read."""
+        try:
+            return _read(path)
+        except UnreadableSessionError as error:
+            if path not in self._reported:
+                self._reported.add(path)
+                logger.warning("a saved session is not listed: %s: %s", path, error)
+            return None
 
     def _remove(self, key: tuple[str, str]) -> int:
         """Forget the latest turn of a conversation, if it is known; return its number of tokens."""
@@ -344,14 +363,41 @@ def _checksum(text: str) -> str:
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
+def _unknown(name: str) -> UnknownSessionError:
+    return UnknownSessionError(f"there is no saved session {brief(name)}; save it first")
+
+
 def _read(path: Path) -> Session | None:
-    """Return the session in a file; None if there is none, it is damaged, or it is another version's."""
+    """Return the session in a file; None if there is none.
+
+    Raises:
+        UnreadableSessionError: the file has another version's format, or is damaged.
+    """
     try:
-        file: Any = json.loads(path.read_bytes())
-        if (file["version"], file["checksum"]) != (_VERSION, _checksum(file["session"])):
-            return None
-        content: Any = json.loads(file["session"])
-        images = tuple(session_images.from_json(*each) for each in content.pop("images", ()))
-        return Session(**content, images=images)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return _unpack(path.read_bytes())
+    except FileNotFoundError:
         return None
+    except UnreadableSessionError:
+        raise
+    except OSError as error:
+        raise _unreadable(f"cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _unreadable("is damaged") from error
+
+
+def _unpack(content: bytes) -> Session:
+    """Return the session that `_pack` has written; an error of some type for other contents."""
+    file: Any = json.loads(content)
+    if (version := file["version"]) != _VERSION:
+        raise _unreadable(f"has format {brief(version)}, and this version of jaxserve reads format {_VERSION}")
+    if file["checksum"] != _checksum(file["session"]):
+        raise _unreadable("is damaged")
+    values: Any = json.loads(file["session"])
+    images = tuple(session_images.from_json(*each) for each in values.pop("images", ()))
+    return Session(**values, images=images)
+
+
+def _unreadable(problem: str) -> UnreadableSessionError:
+    return UnreadableSessionError(
+        f"the saved session {problem}; send its conversation again with the same name, and save it again"
+    )

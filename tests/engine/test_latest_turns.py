@@ -1,5 +1,6 @@
 """Latest turns of conversations: only so many, changed by several threads."""
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -53,6 +54,32 @@ def test_other_files_are_no_sessions(tmp_path: Path) -> None:
     for content in ("3", "[]", '"a"', "{}", "{", "null"):
         path.write_text(content)
         assert sessions.list() == []
+
+
+def test_files_of_other_versions_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They can be deleted and replaced."""
+    sessions, session = Sessions(tmp_path, SessionQuota(max_sessions=1, max_bytes=10_000)), Session("a", [1], "")
+    path = sessions._path("a", "")
+    for content, words in (
+        ({"version": 1, "name": "a", "token_ids": [1], "salt": ""}, "has format 1, and this version .* reads format 2"),
+        ({"version": 3}, "has format 3, and this version of jaxserve reads format 2; send its conversation again"),
+        ({"version": 2}, "is damaged; send its conversation again with the same name, and save it again"),
+    ):
+        path.write_text(json.dumps(content))
+        with pytest.raises(UnknownSessionError, match=words):
+            sessions.read("a")
+    for _ in range(2):
+        assert sessions.list() == []
+    assert caplog.text.count("a saved session is not listed") == 1
+    sessions.write(session, "a")
+    assert [each.name for each in sessions.list()] == ["a"]
+    path.write_text('{"version": 1}')
+    with pytest.raises(SessionQuotaError):
+        sessions.write(session, "b")
+    sessions.delete("a")
+    with pytest.raises(UnknownSessionError, match="no saved session 'a'; save it first"):
+        sessions.delete("a")
+    sessions.write(session, "b")
 
 
 def test_a_file_with_a_flipped_bit_is_no_session(tmp_path: Path) -> None:
