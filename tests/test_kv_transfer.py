@@ -23,6 +23,7 @@ def test_an_offloading_connector_is_two_tiers(read: Any) -> None:
 
     assert options() == {"kv_offloading_size": 3, "seed": 5}
     assert options(eviction_policy="lru", secondary_tiers=[]) == {"kv_offloading_size": 3, "seed": 5}
+    assert options(eviction_policy="arc", cpu_bytes_to_use=1.5 * GIB) == {"kv_offloading_size": 1.5, "seed": 5}
     both = {"kv_offloading_size": 3, "kv_offloading_path": "/var/tmp/kv", "seed": 5}
     assert options(secondary_tiers=[DISK], spec_name="TieringOffloadingSpec") == both
 
@@ -45,7 +46,11 @@ def test_an_offloading_connector_is_two_tiers(read: Any) -> None:
             {"block_size": 64},
             "kv_connector_extra_config of kv_transfer_config has the unsupported key 'block_size'",
         ),
-        ({}, {"eviction_policy": "fifo"}, "eviction_policy in kv_connector_extra_config .* must be 'lru', got 'fifo'"),
+        (
+            {},
+            {"eviction_policy": "fifo"},
+            "eviction_policy in kv_connector_extra_config .* must be 'lru' or 'arc', got",
+        ),
         ({}, {"secondary_tiers": [DISK, DISK]}, "secondary_tiers .* must be a list with at most one dict"),
         ({}, {"secondary_tiers": [{"type": "p2p"}]}, "type in a secondary tier of kv_transfer_config must be 'fs'"),
         ({}, {"secondary_tiers": [{"type": "fs"}]}, "must have type 'fs' and a root_dir, got"),

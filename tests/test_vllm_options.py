@@ -26,7 +26,6 @@ from tests.vllm_defaults import ENGINE_ARGS, SAMPLING_PARAMS, SERVER_ARGS
 ACCEPTED: dict[str, Any] = {
     "trust_remote_code": False,
     "enforce_eager": True,
-    "swap_space": 4,
     "cpu_offload_gb": 0,
     "load_format": "safetensors",
     "revision": None,
@@ -79,6 +78,26 @@ def test_other_names_of_own_options(name: str, value: object, field: str) -> Non
     assert engine_options({name: None}) == {}
     with pytest.raises(ConfigError, match=f"{name} is called {field}.* got both"):
         engine_options({name: value, field: value})
+
+
+def test_swap_space_is_host_memory_per_device() -> None:
+    assert engine_options({"swap_space": 4}) == {"kv_offloading_size": 4}
+    assert engine_options({"swap_space": 0, "kv_offloading_size": None}) == {"kv_offloading_size": 0}
+    assert engine_options({"swap_space": None, "kv_offloading_size": 3}) == {"kv_offloading_size": 3}
+    split = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2, "data_parallel_size": 3}
+    assert engine_options({"swap_space": 0.5, **split}) == split | {"kv_offloading_size": 4}
+    with pytest.raises(ConfigError, match="swap_space sets kv_offloading_size; pass one of them, got both"):
+        engine_options({"swap_space": 4, "kv_offloading_size": 1})
+    tiers = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 30}}
+    for given in ({"swap_space": 4, "kv_transfer_config": tiers}, {"kv_transfer_config": tiers, "swap_space": 4}):
+        first, last = given
+        with pytest.raises(ConfigError, match=f"{last} sets kv_offloading_size, and so does {first}; pass one of them"):
+            engine_options(given)
+    for value in (-1, "4", True, float("nan")):
+        with pytest.raises(ConfigError, match=f"swap_space must be a number of 0 or more, got {value!r}"):
+            engine_options({"swap_space": value})
+    with pytest.raises(ConfigError, match="kv_offloading_size must be None with sparse_attention, got 4"):
+        EngineConfig(**engine_options({"swap_space": 4, "sparse_attention": {"method": "quest", "budget": 64}}))
 
 
 def test_expert_parallelism_over_all_devices() -> None:
@@ -186,6 +205,6 @@ def test_the_table_has_every_option_once() -> None:
     rows = markdown_table().splitlines()
     for name in names:
         assert sum(row.startswith(f"| `{name}` |") for row in rows) == 1
-    swap_space = "preempted requests are computed again, or read from the tiers of kv_offloading_size and _path"
-    assert f"| `swap_space` | any | {swap_space} |" in rows
+    load_format = "safetensors, Orbax and GGUF are distinguished by their files"
+    assert f"| `load_format` | 'auto' or 'safetensors' | {load_format} |" in rows
     assert all(row.count("|") == 4 for row in rows)

@@ -9,13 +9,13 @@ from typing import Any
 
 from jaxserve.api.kv_store_config import CONSUMER, PRODUCER, ROLES
 from jaxserve.api.option_values import read_object
-from jaxserve.api.schema import integer
+from jaxserve.api.schema import number
 from jaxserve.errors import ConfigError
 
 _NAME = "kv_transfer_config"
 _EXTRA = f"kv_connector_extra_config of {_NAME}"
 _TIER = f"a secondary tier of {_NAME}"
-_BYTES = integer(1)
+_BYTES = number(0, excludes_low=True)
 _OFFLOADING = "OffloadingConnector"
 _DIRECTORIES = ("ExampleConnector", "SharedStorageConnector")  # its names in newer and older versions
 _NIXL = "NixlConnector"
@@ -63,7 +63,9 @@ def _read_tiers(extra: dict[str, Any]) -> dict[str, Any]:
     """Return the EngineConfig options that an OffloadingConnector's `extra` means; ConfigError if it means others."""
     tiers = extra.pop("secondary_tiers", None) or []
     num_bytes = _BYTES.read(f"cpu_bytes_to_use in {_EXTRA}", extra.pop("cpu_bytes_to_use", None), ConfigError)
-    _check(_EXTRA, extra, eviction_policy=("lru", None), spec_name=("CPUOffloadingSpec", "TieringOffloadingSpec", None))
+    policies = ("lru", "arc", None)  # a tier learns from deleted pages that come back, as ARC does
+    specs = ("CPUOffloadingSpec", "TieringOffloadingSpec", None)
+    _check(_EXTRA, extra, eviction_policy=policies, spec_name=specs)
     if not isinstance(tiers, Sequence) or not all(isinstance(tier, Mapping) for tier in tiers) or len(tiers) > 1:
         raise ConfigError(f"secondary_tiers in {_EXTRA} must be a list with at most one dict, got {tiers!r}")
     options: dict[str, Any] = {"kv_offloading_size": num_bytes / 2**30}

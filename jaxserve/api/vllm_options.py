@@ -5,12 +5,13 @@ Their values must match jaxserve's behaviour.
 `python -m jaxserve.api.vllm_options` prints the table as Markdown.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.api.kv_transfer import read_kv_transfer
-from jaxserve.api.schema import SWITCH, FieldType, is_one_of
+from jaxserve.api.schema import SWITCH, FieldType, is_one_of, number
 from jaxserve.api.vllm_names import ANY_VALUE, OFF, SERVER, SWITCHES, UNSUPPORTED, Row
 from jaxserve.errors import ConfigError, RequestError
 
@@ -25,7 +26,7 @@ class VllmOption:
         accepts: values that match this behaviour; None accepts every value, as none changes results.
         field: EngineConfig field that takes the value; `accepts` is then ignored.
         switch: EngineConfig field whose value `field` gets if the option is True; if False, `field` keeps its default.
-        read: returns the EngineConfig options that a value means; `accepts` is then ignored.
+        read: returns the EngineConfig options that a value means beside all given options; `accepts` is then ignored.
     """
 
     name: str
@@ -33,7 +34,7 @@ class VllmOption:
     accepts: Sequence[Any] | None = ()
     field: str | None = None
     switch: str | None = None
-    read: Callable[[object], dict[str, Any]] | None = None
+    read: Callable[[object, Mapping[str, Any]], dict[str, Any]] | None = None
 
     @property
     def is_switch(self) -> bool:
@@ -68,10 +69,19 @@ def _options(*rows: Row) -> tuple[VllmOption, ...]:
     return tuple(VllmOption(name, behaviour, accepts) for behaviour, accepts, names in rows for name in names.split())
 
 
-def _read_language_model_only(value: object) -> dict[str, Any]:
+def _read_language_model_only(value: object, _: Mapping[str, Any]) -> dict[str, Any]:
     """Return the option that vLLM's `language_model_only` means."""
     is_on = SWITCH.optional().read("language_model_only", value, ConfigError)
     return {"limit_mm_per_prompt": {"image": 0}} if is_on else {}
+
+
+def _read_swap_space(value: object, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option that vLLM's `swap_space` means: GiB of host memory per device, for preempted requests."""
+    size_gib = number(0).optional().read("swap_space", value, ConfigError)
+    if size_gib is None:
+        return {}
+    sizes = [given.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
+    return {"kv_offloading_size": size_gib * math.prod(size for size in sizes if isinstance(size, int))}
 
 
 _NONE_OR_EMPTY: tuple[Any, ...] = (None, {})
@@ -114,12 +124,7 @@ _ENGINE: Sequence[Row] = (
     ("compiled programs serve every length", None, "max_seq_len_to_capture"),
     ("long prompts are always computed in chunks", (True, None), "enable_chunked_prefill"),
     ("multi_step is the option for several steps in one dispatch", (1,), "num_scheduler_steps"),
-    ("preempted requests are computed again", (None, "recompute"), "preemption_mode"),
-    (
-        "preempted requests are computed again, or read from the tiers of kv_offloading_size and _path",
-        None,
-        "swap_space",
-    ),
+    ("preempted requests are computed again, or read from a tier", (None, "recompute"), "preemption_mode"),
     ("all weights stay on the device", (0,), "cpu_offload_gb"),
     ("num_pages and gpu_memory_utilization size the KV cache", (None,), "kv_cache_memory_bytes"),
     ("every engine can sleep", _BOOLS, "enable_sleep_mode"),
@@ -143,7 +148,13 @@ VLLM_OPTIONS = (
         "'OffloadingConnector' with cpu_bytes_to_use and a secondary tier of type 'fs' sets kv_offloading_size and "
         "kv_offloading_path; 'ExampleConnector' with shared_storage_path sets kv_store and kv_role; 'NixlConnector' "
         "sets kv_role, and needs kv_store",
-        read=read_kv_transfer,
+        read=lambda value, _: read_kv_transfer(value),
+    ),
+    VllmOption(
+        "swap_space",
+        "is GiB of host memory per device, for preempted requests and cached pages: sets kv_offloading_size to this "
+        "times the devices of a replica",
+        read=_read_swap_space,
     ),
     VllmOption("language_model_only", 'True sets limit_mm_per_prompt to {"image": 0}', read=_read_language_model_only),
     VllmOption("num_gpu_blocks_override", "is called num_pages", field="num_pages"),
@@ -217,13 +228,17 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     options = {
         name: value for name, value in given.items() if name not in _BY_NAME and not (value is None and name in _SHARED)
     }
+    sources = {name: name for name in options}
     for option in (_BY_NAME[name] for name in given if name in _BY_NAME):
         value = given[option.name]
         if option.read is not None:
-            meant = option.read(value)
-            if both := sorted(meant.keys() & given.keys()):
-                raise ConfigError(f"{option.name} sets {both[0]}; pass one of them, got both")
+            meant = option.read(value, given)
+            if both := sorted(meant.keys() & sources.keys()):
+                source = sources[both[0]]
+                also = "" if source == both[0] else f", and so does {source}"
+                raise ConfigError(f"{option.name} sets {both[0]}{also}; pass one of them, got both")
             options |= meant
+            sources |= dict.fromkeys(meant, option.name)
         elif option.field is None:
             _check_option(option, value)
         elif option.field in given:

@@ -102,9 +102,10 @@ def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_flags_of_vllm_mean_the_same() -> None:
     flags = ["--block_size", "8", "--num-gpu-blocks-override=7", "--no-async-scheduling", "--max_num_seqs", "3"]
-    flags += ["--trust-remote-code", "--swap-space", "0", "--compilation-config", "{}", "--download_dir", "a_b"]
+    flags += ["--trust-remote-code", "--swap-space", "0.5", "--compilation-config", "{}", "--download_dir", "a_b"]
     args = build_parser().parse_args(with_dashes(["generate", *flags, "--", "--an_option"]))
-    assert engine_options(args) == {"page_size": 8, "num_pages": 7, "step_ahead": False, "max_num_seqs": 3}
+    expected = {"page_size": 8, "num_pages": 7, "step_ahead": False, "max_num_seqs": 3, "kv_offloading_size": 0.5}
+    assert engine_options(args) == expected
     assert args.prompt == "--an_option"
 
 
