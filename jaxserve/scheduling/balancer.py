@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, Start
 from jaxserve.scheduling.shard_view import ShardView
 from jaxserve.scheduling.waiting import WaitingQueue
+
+MAX_ASKED = 8  # targets asked for waiting requests by one that becomes idle; more would give it a hardly better choice
 
 
 @runtime_checkable
@@ -42,7 +45,7 @@ class Balancer:
     The router chooses the target. If that target is closed, because it holds a prefix that costs more to recompute than
     to wait for, or because it would start other requests first, the request stays queued and later ones are routed, up
     to a limit. No target idles while it could start a queued request: requests that a target did not start, or
-    preempted, return to the queue, and an idle target takes requests that wait for other targets.
+    preempted, return to the queue, and a target that becomes idle takes requests that wait for other targets.
 
     The queue is ordered like a single target's: by class, then by the service that tenants have received. A request of
     a higher class than others does not wait for a prefix, because it could preempt their rows on another target.
@@ -75,6 +78,7 @@ class Balancer:
         self.num_queued_tokens = 0
         self._prefixes: dict[str, Prefix] = {}  # prefixes of routed requests in the queue, by request id
         self._idle = dict.fromkeys(range(count))  # targets without requests
+        self._num_freed = 0  # targets that have become idle since requests were taken back
         self._with_waiting: dict[int, None] = {}  # targets with waiting requests
         self._changed.update(range(count))
         self.num_deferred = 0
@@ -166,9 +170,10 @@ class Balancer:
     def _read_changes(self) -> list[Request]:
         """Update the router for all changed targets, and take waiting requests back from some targets; return these.
 
-        Requests are taken back from targets that made a plan without them, or from all targets if one is idle.
+        Requests are taken back from targets that made a plan without them, and for each target that has become idle
+        from a few others.
         """
-        overdue: list[int] = []
+        asked: dict[int, None] = {}
         for index in sorted(self._changed):
             view = self._targets[index].view
             changes = view.changes
@@ -176,11 +181,12 @@ class Balancer:
                 self._router.forget(index)
             self._update_router(index, is_open=view.is_open())
             if changes.was_planned and index in self._with_waiting:
-                overdue.append(index)
+                asked[index] = None
             changes.was_planned = changes.has_lost_cache = False
         self._changed.clear()
-        indices = self._with_waiting if self._idle else overdue
-        return self._take_back(list(indices)) if indices else []
+        asked |= dict.fromkeys(islice(self._with_waiting, MAX_ASKED * self._num_freed))
+        self._num_freed = 0
+        return self._take_back(list(asked)) if asked else []
 
     def _update_router(self, index: int, *, is_open: bool) -> None:
         """Pass a target's load to the router; remember whether the target is idle and whether requests wait there."""
@@ -188,6 +194,7 @@ class Balancer:
         view = target.view
         self._router.set_load(index, target.load, is_open=is_open)
         if view.is_idle:
+            self._num_freed += index not in self._idle
             self._idle[index] = None
         else:
             self._idle.pop(index, None)
@@ -249,7 +256,7 @@ class Balancer:
         """Give one of these queued requests to each idle target, whatever target holds its prefix."""
         if not requests:
             return
-        for index, request in zip(list(self._idle), requests, strict=False):
+        for index, request in zip(list(islice(self._idle, len(requests))), requests, strict=False):
             request.num_shared_tokens = 0
             self.bind(request, index)
             self._dequeue(request)

@@ -24,6 +24,7 @@ _SAVING_WEIGHT = 2
 _MAX_HOLDERS = 8  # remembered replicas per prefix; the least loaded replica is always considered too
 _MAX_PREFIXES = 2**16
 _CLOSED = sys.maxsize
+_BLOCK = 32  # replicas whose least load is kept
 
 Job = TypeVar("Job")
 
@@ -110,8 +111,8 @@ class Route(NamedTuple):
 class Router:
     """Router over the loads of replicas and the prefixes that each has computed or will compute.
 
-    A choice takes one lookup per sampled depth and a minimum over the replicas, about 0.01 us each. A heap would cost
-    more, because all loads change between two requests.
+    A choice takes one lookup per sampled depth and a minimum over blocks of replicas. A block's least load is computed
+    again only after it has grown: a step raises or lowers most loads, and a heap would have to follow them all.
 
     Args:
         num_replicas: number of replicas; all start closed until `set_load` opens them.
@@ -122,6 +123,8 @@ class Router:
         self._waiting_loads = [0] * num_replicas  # loads of jobs that wait for each replica, while `assign` runs
         self._is_open = [False] * num_replicas
         self._open_loads = [_CLOSED] * num_replicas  # both loads of open replicas, otherwise `_CLOSED`
+        self._least_loads = [_CLOSED] * -(-num_replicas // _BLOCK)  # the least of each block, or less if it is stale
+        self._stale: set[int] = set()  # blocks whose least load may have grown
         # Epochs by replica, oldest first, for each prefix in the order noted. Values are replaced, never modified:
         # prefixes with one holder share a value. An OrderedDict takes five times as long to create.
         self._holders: dict[bytes, dict[int, int]] = {}
@@ -132,7 +135,7 @@ class Router:
     def set_load(self, replica: int, load: int, *, is_open: bool) -> None:
         """Set a replica's load, in tokens, and whether it accepts requests."""
         self._loads[replica], self._is_open[replica] = load, is_open
-        self._open_loads[replica] = load + self._waiting_loads[replica] if is_open else _CLOSED
+        self._set_open_load(replica)
 
     def set_token_cost(self, replica: int, cost: float) -> None:
         """Set the time that a replica takes per token of load, in any unit; 1 for each replica without a value."""
@@ -142,7 +145,7 @@ class Router:
     def close(self, replica: int) -> None:
         """Assign nothing to the replica until `set_load` opens it."""
         self._is_open[replica] = False
-        self._open_loads[replica] = _CLOSED
+        self._set_open_load(replica)
 
     def choose(self, prefix: Prefix, num_tokens: int = 0, *, only_open: bool = False) -> Route | None:
         """Return the cheapest replica for a request; None if no replica is open.
@@ -153,12 +156,11 @@ class Router:
             only_open: True to consider only open replicas; otherwise a closed one is chosen if waiting for it costs
                 less.
         """
-        least = min(self._open_loads)
-        if least == _CLOSED:
+        best = self._least_loaded()
+        if best is None:
             return None
         if self._is_uneven:
             return self._choose_uneven(prefix, num_tokens, only_open=only_open)
-        best = self._open_loads.index(least)
         if not prefix.hashes or prefix.hashes[0] not in self._holders:
             return Route(best, True, 0)
         shared = self._find_holders(prefix)
@@ -208,6 +210,7 @@ class Router:
             may_wait: returns whether a job may wait for a closed replica that has computed its prefix.
         """
         num_skipped = 0
+        awaited: dict[int, None] = {}  # replicas that skipped jobs wait for
         try:
             for job in queue:
                 is_last, answer = num_skipped == MAX_SKIPPED, Start.FULL
@@ -222,14 +225,14 @@ class Router:
                     route = route._replace(is_open=False)
                 if not route.is_open:
                     num_skipped += 1
+                    awaited[route.replica] = None
                     self._waiting_loads[route.replica] += load_of(job, route)
                     self._set_open_load(route.replica)
                 yield job, route
         finally:
-            for replica, load in enumerate(self._waiting_loads if num_skipped else ()):
-                if load:
-                    self._waiting_loads[replica] = 0
-                    self._set_open_load(replica)
+            for replica in awaited:
+                self._waiting_loads[replica] = 0
+                self._set_open_load(replica)
 
     def note(self, replica: int, prefix: Prefix) -> None:
         """Record that a replica has computed these prefixes, or will before it starts another request."""
@@ -256,8 +259,22 @@ class Router:
 
     def _set_open_load(self, replica: int) -> None:
         """Update a replica's entry in `_open_loads` from its loads and whether it is open."""
-        load = self._loads[replica] + self._waiting_loads[replica]
-        self._open_loads[replica] = load if self._is_open[replica] else _CLOSED
+        load = self._loads[replica] + self._waiting_loads[replica] if self._is_open[replica] else _CLOSED
+        block, before = replica // _BLOCK, self._open_loads[replica]
+        self._open_loads[replica] = load
+        if load <= self._least_loads[block]:
+            self._least_loads[block] = load
+        elif before == self._least_loads[block]:
+            self._stale.add(block)
+
+    def _least_loaded(self) -> int | None:
+        """Return the first of the open replicas with the least load; None if no replica is open."""
+        least_loads, loads = self._least_loads, self._open_loads
+        for block in self._stale:
+            least_loads[block] = min(loads[block * _BLOCK : (block + 1) * _BLOCK])
+        self._stale.clear()
+        least = min(least_loads)
+        return None if least == _CLOSED else loads.index(least, least_loads.index(least) * _BLOCK)
 
     def _find_holders(self, prefix: Prefix) -> dict[int, int]:
         """Return replicas that hold a prefix of a prompt, each with the length of the longest such prefix in tokens."""

@@ -5,8 +5,8 @@ import random
 import pytest
 from simulation import Loop, counter_of, generate_alone, make_request, make_scheduler
 
-from jaxserve.scheduling.balancer import Balancer
-from jaxserve.scheduling.request import RequestStatus
+from jaxserve.scheduling.balancer import MAX_ASKED, Balancer
+from jaxserve.scheduling.request import FinishReason, RequestStatus
 from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Start
 from tests.parameters import seeds
 
@@ -204,6 +204,29 @@ def test_an_idle_replica_takes_requests_that_wait_for_another_replicas_prefix():
     cluster.add(samples(0, 3, 100))
     cluster.step()
     assert all(replica.scheduler.has_unfinished() for replica in cluster.replicas)
+    cluster.drain()
+
+
+def test_a_replica_that_becomes_idle_asks_only_a_few_for_requests():
+    cluster = Cluster(3 * MAX_ASKED, max_num_seqs=2, num_pages=64)
+    cluster.add([make_request(f"running {index}", [index] * 9, 20) for index in range(3 * MAX_ASKED)])
+    cluster.step()
+    cluster.add([make_request(f"waiting {index}", [index, 5] * 4, 4, arrival=1) for index in range(3 * MAX_ASKED)])
+    cluster.balancer.dispatch()
+    asked = []
+    for index, replica in enumerate(cluster.replicas):
+        assert replica.view.num_waiting == 1
+        replica.withdraw = lambda index=index, withdraw=replica.withdraw: asked.append(index) or withdraw()
+    cluster.balancer.dispatch()
+    assert not asked, "nothing has changed for them"
+    first = cluster.unfinished.pop("running 0")
+    cluster.balancer.finish(first, FinishReason.ABORT)
+    (waiting,) = cluster.replicas[0].withdraw()
+    cluster.balancer.finish(cluster.unfinished.pop(waiting.request_id), FinishReason.ABORT)
+    asked.clear()
+    cluster.balancer.dispatch()
+    assert len(asked) == MAX_ASKED
+    assert not cluster.replicas[0].view.is_idle
     cluster.drain()
 
 

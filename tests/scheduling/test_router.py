@@ -89,6 +89,23 @@ def test_the_cheapest_replica_is_chosen(data: st.DataObject, num_replicas: int) 
     assert costs[open_route.replica] == min(cost for cost, opened in zip(costs, is_open, strict=True) if opened)
 
 
+@pytest.mark.parametrize("num_replicas", [1, 32, 33, 200])
+def test_of_many_replicas_the_first_with_the_least_load_is_chosen(num_replicas: int) -> None:
+    """The index of loads finds what a scan finds, whatever opens, closes, grows or shrinks."""
+    rng, router, loads = random.Random(num_replicas), Router(num_replicas), [module._CLOSED] * num_replicas
+    for _ in range(3000):
+        replica = rng.randrange(num_replicas)
+        if rng.random() < 0.2:
+            loads[replica] = module._CLOSED
+            router.close(replica)
+        else:
+            loads[replica] = rng.randrange(30)
+            router.set_load(replica, loads[replica], is_open=True)
+        if rng.random() < 0.5:
+            route, least = router.choose(NO_PREFIX), min(loads)
+            assert (route and route.replica) == (loads.index(least) if least < module._CLOSED else None)
+
+
 @settings(max_examples=examples(25), deadline=None)
 @given(data=st.data(), num_replicas=st.integers(1, 4), num_jobs=st.integers(0, 100))
 def test_a_queue_is_assigned_in_its_order(data: st.DataObject, num_replicas: int, num_jobs: int) -> None:
@@ -162,7 +179,7 @@ def test_remembered_prefixes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(router._holders[prefix_of(-1).hashes[0]]) == 8
 
 
-@pytest.mark.parametrize("num_replicas", [2, 64, 1024])
+@pytest.mark.parametrize("num_replicas", [2, 64, 10_000])
 def test_a_choice_takes_less_than_a_fifth_of_a_millisecond(num_replicas: int) -> None:
     rng = random.Random(0)
     loads = [rng.randrange(1000) for _ in range(num_replicas)]
