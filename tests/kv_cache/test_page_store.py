@@ -194,6 +194,7 @@ def test_the_first_of_two_equal_pages_stays_the_cached_one():
 
 def test_only_owned_pages_can_be_registered():
     store = make_store()
+    store.release(store.allocate(1))
     with pytest.raises(AssertionError, match="not computing"):
         store.register(b"h", 0)
 

@@ -1,5 +1,7 @@
 """The record of pages, and what its check finds."""
 
+import random
+
 import pytest
 
 from jaxserve.scheduling.kv_cache.pages import CACHED, COMPUTING, FREE, Pages
@@ -12,6 +14,25 @@ def test_every_page_is_taken_once_low_ids_first():
     assert pages.take(1) == [3]
     assert (pages.free_pages, pages.states) == ([], [COMPUTING] * 4)
     pages.check_integrity(dict.fromkeys(range(4), 1))
+
+
+def test_pages_are_listed_when_they_are_needed_and_taken_as_if_all_were():
+    rng, pages, free, taken = random.Random(0), Pages(1000), list(range(999, -1, -1)), []
+    assert not pages.states
+    for _ in range(400):
+        if taken and rng.random() < 0.4:
+            page = taken.pop(rng.randrange(len(taken)))
+            pages.num_owners[page] = 0
+            pages.free(page)
+            free.append(page)
+        else:
+            count = min(rng.choice((1, 2, 9)), len(free))
+            expected = [free.pop() for _ in range(count)]
+            assert pages.take(count) == expected
+            taken += expected
+        assert pages.num_free == len(free)
+        pages.check_integrity(dict.fromkeys(taken, 1))
+    assert 256 < len(pages.states) <= 1000
 
 
 def test_a_page_in_use_is_not_freed_and_a_free_one_not_again():

@@ -69,7 +69,7 @@ class PageStore:
     @property
     def num_available(self) -> int:
         """Number of free and evictable pages."""
-        return len(self._pages.free_pages) + self.order.num_evictable
+        return self._pages.num_free + self.order.num_evictable
 
     def num_evictable(self, pages: Iterable[int]) -> int:
         """Return the number of pages among `pages` that are cached without an owner."""
@@ -85,7 +85,7 @@ class PageStore:
             num_pages: number of pages.
             tenant: tenant that gets the pages. On a tie its own cached pages are evicted first.
         """
-        num_lacking = num_pages - len(self._pages.free_pages)
+        num_lacking = num_pages - self._pages.num_free
         if num_lacking > 0:
             if num_lacking > self.order.num_evictable:
                 return None
@@ -125,7 +125,7 @@ class PageStore:
         num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) * groups.size - len(pages)
         if num_new <= 0:
             return 0
-        if num_new <= len(self._pages.free_pages):  # nearly always: nothing is evicted
+        if num_new <= self._pages.num_free:  # nearly always: nothing is evicted
             pages += self._pages.take(num_new)
             return num_new
         new = self.allocate(num_new, request.tenant)

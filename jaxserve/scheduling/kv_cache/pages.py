@@ -25,27 +25,35 @@ STATES = -1  # group of recurrent layers, whose pages are state snapshots in a p
 # plain tuple is created in a tenth of a named tuple's time.
 Content = tuple[int, bytes, str]
 
+_LISTED = 256  # pages listed together when they are first needed
+
 
 class Pages:
     """Pages 0 .. num_pages - 1 of a pool. Every operation takes constant time per page.
 
+    Pages are listed when they are first needed, in the order of their numbers: a simulator has thousands of pools.
     Asserts guard against double frees: they are bugs here, never a caller's mistake.
 
     Attributes:
-        states: state of each page.
-        num_owners: number of requests using each page.
+        states: state of each listed page.
+        num_owners: number of requests using each listed page.
         content: content of the pages that can be found.
-        free_pages: free pages, the next one at the end.
+        free_pages: listed free pages, the next one at the end.
+        num_free: number of free pages, listed or not.
     """
 
     def __init__(self, num_pages: int) -> None:
-        self.states = [FREE] * num_pages
-        self.num_owners = [0] * num_pages
+        self.states: list[PageState] = []
+        self.num_owners: list[int] = []
         self.content: dict[int, Content] = {}
-        self.free_pages = list(range(num_pages - 1, -1, -1))  # low ids first
+        self.free_pages: list[int] = []
+        self.num_free = self._num_pages = num_pages
 
     def take(self, num_pages: int) -> list[int]:
         """Return `num_pages` free pages, now with one owner each; they must exist."""
+        if len(self.free_pages) < num_pages:
+            self._list_more(num_pages - len(self.free_pages))
+        self.num_free -= num_pages
         states, num_owners = self.states, self.num_owners
         if num_pages == 1:  # a decoding row takes one at a time
             page = self.free_pages.pop()
@@ -67,11 +75,22 @@ class Pages:
         assert self.states[page] is not FREE, f"page {page} is freed twice"
         self.states[page] = FREE
         self.free_pages.append(page)
+        self.num_free += 1
+
+    def _list_more(self, num_pages: int) -> None:
+        """List at least `num_pages` more pages, which are taken after all listed ones."""
+        first = len(self.states)
+        count = min(max(num_pages, _LISTED), self._num_pages - first)
+        assert count >= num_pages, "too few pages are free"
+        self.states += [FREE] * count
+        self.num_owners += [0] * count
+        self.free_pages[:0] = range(first + count - 1, first - 1, -1)
 
     def check_integrity(self, owners: Mapping[int, int]) -> None:
         """Assert consistency; `owners` maps each page in use to its number of owners."""
         free = set(self.free_pages)
         assert len(free) == len(self.free_pages), "a page is twice in the free list"
+        assert self.num_free == len(free) + self._num_pages - len(self.states), "a free page is not counted"
         for page, (state, num_owners) in enumerate(zip(self.states, self.num_owners, strict=True)):
             assert num_owners == owners.get(page, 0), f"page {page}: {num_owners} owners, not {owners.get(page, 0)}"
             assert (state is FREE) == (page in free), f"page {page} is {state} and in the free list: {page in free}"

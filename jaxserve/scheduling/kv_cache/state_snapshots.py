@@ -108,7 +108,7 @@ class StateSnapshots(GroupKind):
     def hold(self) -> int | None:
         """Return a page for a state whose tokens may not be known yet, until `name` or `drop`; None if none is free."""
         pages = self._pages
-        if not pages.free_pages:
+        if not pages.num_free:
             oldest = next((key for key, page in self.cached.items() if self._is_idle(page)), None)
             if oldest is None:
                 return None
