@@ -62,6 +62,8 @@ class StepPlanner:
         max_prefill_tokens = self._deadlines.max_prefill_tokens(plans, choice.timing)
         decode_waits = any(shard.decode_waits for shard in self._shards)
         num_tokens = max(plan.num_tokens for plan in plans)
+        if num_tokens and choice.max_prefill_tokens is not None:
+            max_prefill_tokens = min(max_prefill_tokens, max(choice.max_prefill_tokens, 1))
         plans[0].encoder_runs += self._encoder.advance(num_tokens, max_prefill_tokens, decode_waits=decode_waits)
         first = step_id % len(parts)  # shards take turns to be the first to encode images, as they share a step's limit
         for shard, plan in [*parts[first:], *parts[:first]]:

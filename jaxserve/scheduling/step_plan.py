@@ -57,6 +57,7 @@ class StepChoice(NamedTuple):
         may_split: True if a one-step plan without drafts may be split into two programs, so that rows waiting for the
             host (for a grammar's mask) do not delay the others.
         loads: times that decide which prefixes are loaded; None for the last ones, before the first ones any prefix.
+        max_prefill_tokens: maximum prompt tokens alongside decoding rows; None for what deadlines and budget leave.
     """
 
     max_steps: int = 1
@@ -64,6 +65,7 @@ class StepChoice(NamedTuple):
     timing: Timing | None = None
     may_split: bool = False
     loads: LoadCosts | None = None
+    max_prefill_tokens: int | None = None
 
 
 ONE_STEP = StepChoice()

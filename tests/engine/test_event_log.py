@@ -146,8 +146,8 @@ def test_older_logs_have_the_fields_of_a_choice_beside_each_other(tmp_path: Path
     events = list(map(json.loads, lines))
     for event in events:
         if event[0] == "Scheduled":
-            (max_steps, num_drafts, timing, may_split, loads), program, digest = event[1:]
-            assert loads is None
+            (max_steps, num_drafts, timing, may_split, *others), program, digest = event[1:]
+            assert others == [None, None]
             event[1:] = [max_steps, program, digest, num_drafts, timing or [], may_split]
     path.write_text("".join(f"{line}\n" for line in (first, *map(json.dumps, events))))
     assert replay_log(path) == counts["plans"] > 100

@@ -7,8 +7,10 @@ import pytest
 
 from jaxserve.core.event_log import EventLog, read_log, replay_log
 from jaxserve.core.events import Added
+from jaxserve.scheduling.router import Router
 from jaxserve.scheduling.schedule_config import ScheduleConfig
-from jaxserve.scheduling.step_plan import ONE_STEP
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.step_plan import ONE_STEP, StepChoice, StepPlan
 from jaxserve.scheduling.step_time import Rates
 from jaxserve.tools.simulator.roofline_times import RooflineTimes
 from jaxserve.tools.simulator.simulation import Limits, Simulation
@@ -83,6 +85,34 @@ def test_recorded_plans_replay(tmp_path: Path) -> None:
     log.close()
     assert sum(isinstance(event, Added) for event in read_log(tmp_path / "log").events) == 40
     assert replay_log(tmp_path / "log") > 100
+
+
+def test_many_replicas_route_a_request_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting requests are looked at again only if something has changed for them."""
+    routed: list[object] = []
+    choose = Router.choose
+    monkeypatch.setattr(
+        Router, "choose", lambda self, *given, **named: routed.append(given) or choose(self, *given, **named)
+    )
+    trace = random_trace(7, 600, 400.0)
+    totals = Simulation(SIZES, TIMES, 100).run(trace)
+    assert totals.num_ended == len(trace)
+    assert len(routed) < 2.5 * len(trace)
+
+
+def test_a_policy_limits_the_prompt_tokens_alongside_decoding_rows() -> None:
+    class Few(SingleSteps):
+        def choose(self, scheduler: Scheduler, now_s: float) -> StepChoice:
+            return ONE_STEP._replace(max_prefill_tokens=8)
+
+    plans: list[StepPlan] = []
+    simulation = Simulation(SIZES, TIMES, chooser=Few())
+    monitored, update = simulation.replicas[0], simulation.replicas[0].update
+    monitored.update = lambda: plans.append(monitored.in_flight[0].plan) or update()  # type: ignore[method-assign]
+    totals = simulation.run([TracedRequest(0.0, 60, 30), TracedRequest(0.1, 200, 5)])
+    assert totals.num_ended == 2
+    assert plans[0].num_prefill_tokens == 60, "no row decodes"
+    assert max(plan.num_prefill_tokens for plan in plans[1:] if plan.num_decode_tokens) == 8
 
 
 def test_a_shared_prefix_is_computed_once() -> None:

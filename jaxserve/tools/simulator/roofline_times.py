@@ -22,6 +22,7 @@ class RooflineTimes:
         self._buckets = schedule.buckets()
         self._windows = Counter(layer.window for layer in arch.attention_layers)
         self._num_layers = len(arch.attention_layers)
+        self._sees_all = not any(self._windows)
         self._flops = flop_counts(arch)
         # Rows that choose their tokens, and shards, need the roofline's own counts.
         self._is_plain = schedule.num_data_shards == 1 and schedule.sparsity is None and arch.token_choice is None
@@ -38,8 +39,13 @@ class RooflineTimes:
         fixed_flops = self._flops.step(bucket, roofline.schedule.num_rows(bucket), 0)
         exchange_s = roofline.exchange_ms(bucket) / 1e3
         times = []
+        first = self._attention(starts, counts, num_tokens, 0)
+        more = self._num_layers * num_rows if self._sees_all else None  # each step later
         for index in range(num_steps):
-            num_scores, num_kv_tokens = self._attention(starts, counts, num_tokens, index)
+            if more is None:
+                num_scores, num_kv_tokens = self._attention(starts, counts, num_tokens, index)
+            else:
+                num_scores, num_kv_tokens = first[0] + index * more, first[1] + index * more
             kv_bytes = num_kv_tokens * roofline.kv_token_bytes // self._num_layers if self._num_layers else 0
             compute_s = (fixed_flops + num_scores * self._flops.per_score) / rates.flops_per_s
             memory_s = (fixed_bytes + kv_bytes) / rates.bytes_per_s

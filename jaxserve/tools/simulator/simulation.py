@@ -200,6 +200,7 @@ class Simulation:
             max_total_tokens=prompt_len + traced.output_len,
             key=number,
             arrival=number,
+            arrival_s=traced.arrival_s,
             priority=traced.priority,
             tenant=traced.tenant,
             page_hashes=hashes,
