@@ -3,14 +3,14 @@
     python scripts/study.py stability --json scripts/results/stability.json
     python scripts/study.py NAME --help
 
-Names are those of the modules in scripts/studies: stability, autoscaling, decentralised, disaggregation, energy. Each
-prints its rows as they come; --json writes them.
+Names are those of the modules in scripts/studies: stability, autoscaling, decentralised, disaggregation, diurnal,
+energy, learned. Each prints its rows as they come; --json writes them.
 """
 
 import importlib
 import sys
 
-NAMES = ("stability", "autoscaling", "decentralised", "disaggregation", "energy")
+NAMES = ("stability", "autoscaling", "decentralised", "disaggregation", "diurnal", "energy", "learned")
 
 
 def main(argv: list[str]) -> None:

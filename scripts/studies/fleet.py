@@ -34,12 +34,14 @@ def capacity(count: int = 800, **lengths: int) -> float:
     return count / simulation.now_s
 
 
-def parse(argv: Sequence[str], doc: str | None, **numbers: int) -> argparse.Namespace:
-    """Return the flags: --json, and a flag for each number."""
+def parse(argv: Sequence[str], doc: str | None, **defaults: Any) -> argparse.Namespace:
+    """Return the flags: --json, and a flag of the same type for each default."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", help="write the figure to this file")
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="INT", help=f"(default: {default})")
+    for name, default in defaults.items():
+        kind = type(default)
+        metavar = kind.__name__.upper()
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"(default: {default})")
     return parser.parse_args(argv)
 
 
