@@ -1,7 +1,9 @@
-"""Pages on disk or in a shared store that engines with other numbers of devices have written."""
+"""Pages on disk, in a shared store or in another engine's memory, from engines with other numbers of devices."""
 
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +50,30 @@ def test_pages_are_read_by_engines_with_other_numbers_of_devices(
             mover = engine.replicas[0].mover
             assert mover is not None
             mover.sync()
+
+
+@pytest.mark.parametrize("degrees", [pytest.param((2, 1), marks=pytest.mark.long), *mainly([], (1, 4))])
+def test_pages_move_directly_between_engines_with_other_numbers_of_devices(
+    start: Start, model: Path, degrees: tuple[int, int]
+) -> None:
+    """The consumer computes only last tokens, greedy and seeded ones alike."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    sizes: dict[str, Any] = SIZES | {"multi_step": 1, "kv_store": f"tcp://127.0.0.1:{port}"}
+    prompts = [tokens(33, number) for number in range(3)]
+    with ExitStack() as stack:
+        producer, consumer = (
+            stack.enter_context(
+                closing(DrivenEngine(EngineConfig(str(model), tensor_parallel_size=count, kv_role=role, **sizes)))
+            )
+            for count, role in zip(degrees, ("kv_producer", "kv_consumer"), strict=True)
+        )
+        generate(producer, prompts, replace(PARAMS, max_tokens=1))
+        assert producer.replicas[0].mover is not None
+        producer.replicas[0].mover.sync()
+        for params in (PARAMS, replace(PARAMS, temperature=1, seed=5)):
+            consumer.reset_prefix_cache()
+            outputs = generate(consumer, prompts, params)
+            for output, wanted in zip(outputs, generate(start(), prompts, params), strict=True):
+                assert_same(output, wanted)
+                assert output.cached_tokens == CachedTokens(store=32)
