@@ -53,7 +53,7 @@ constexpr bool kUsesTiles = true;  // the kernels for tiles are the only ones of
 #else
 constexpr bool kUsesTiles = false;
 #endif
-constexpr int64_t kTileVectors = kUsesTiles ? 64 : 32;
+constexpr int64_t kTileVectors = kUsesTiles ? 64 : 36;
 constexpr int64_t kMinPageTokens = 4;  // width of the narrowest vectors in use
 constexpr int64_t kTilesPerThread = 4;  // minimum when rows would be joined to share pages
 constexpr int kGroup = 6;  // query vectors that the registers hold at once

@@ -191,6 +191,15 @@ inline NATIVE_INLINE void finish(const LinearProblem& p, int64_t first_token, in
       return;
     }
 #endif
+    constexpr int kOutputs = kPanelRows / 2, kParts = kOutputs / W;  // vectors of a panel's gates, and of what they gate
+    if constexpr (kParts > 0) {
+      for (int part = 0; part < Panels * kParts; ++part) {
+        const int gate = part / kParts * kVectors + part % kParts;
+        const int64_t n = panel * kOutputs + part * W;
+        for (int t = 0; t < Tokens; ++t) write_gated<W>(p, first_token + t, n, sums[t][gate], sums[t][gate + kParts]);
+      }
+      return;
+    }
     for (int t = 0; t < Tokens; ++t) {
       float lanes[Panels * kPanelRows];
       for (int v = 0; v < V; ++v) store<W>(lanes + v * W, sums[t][v]);
