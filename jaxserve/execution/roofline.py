@@ -67,7 +67,7 @@ def device_peak_rates(dtype: jnp.dtype, cache_dir: Path | None = None) -> PeakRa
     path = (cache_dir or user_cache_dir() / "peak_rates") / f"{_cache_key(describe_device(), dtype)}.json"
     kept, num_measured = _read(path) or (None, 0)
     if kept is None or num_measured < NUM_MEASUREMENTS:
-        kept = _best(kept, measure_peak_rates(dtype))
+        kept = best_rates(kept, measure_peak_rates(dtype))
         _write(path, kept, num_measured + 1)
     return kept
 
@@ -81,6 +81,13 @@ def measure_peak_rates(dtype: jnp.dtype) -> PeakRates:
     array = jnp.ones((num_rows, D), dtype)
     readers = [*_matmul_calls(array, jnp.ones((1, D), dtype)), lambda: _largest(array)]
     return PeakRates(flops_per_s, _best_rate(array.nbytes, readers))
+
+
+def best_rates(kept: PeakRates | None, new: PeakRates) -> PeakRates:
+    """Return the higher rates of two measurements."""
+    if kept is None:
+        return new
+    return PeakRates(max(kept.flops_per_s, new.flops_per_s), max(kept.bytes_per_s, new.bytes_per_s))
 
 
 _matmul = jax.jit(linear)
@@ -122,13 +129,6 @@ def _cache_key(device: Device, dtype: jnp.dtype) -> str:
     """Return the name of the file with a device's peak rates in `dtype`, without its suffix."""
     parts = (device.kind, f"x{device.count}", f"{device.num_cores} cores", f"jax {jax.__version__}", dtype.name)
     return "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
-
-
-def _best(kept: PeakRates | None, new: PeakRates) -> PeakRates:
-    """Return the higher rates of two measurements."""
-    if kept is None:
-        return new
-    return PeakRates(max(kept.flops_per_s, new.flops_per_s), max(kept.bytes_per_s, new.bytes_per_s))
 
 
 def _read(path: Path) -> tuple[PeakRates, int] | None:
