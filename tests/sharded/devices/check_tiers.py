@@ -11,8 +11,10 @@ import pytest
 
 from jaxserve.api.cached_tokens import CachedTokens
 from jaxserve.api.config import EngineConfig
+from jaxserve.api.reuse_hint import ReuseHint
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.offline.llm import LLM
 from tests.e2e.workloads import assert_same, generate, tokens
 from tests.parameters import mainly
 from tests.sharded.devices.sizes import SIZES
@@ -77,3 +79,26 @@ def test_pages_move_directly_between_engines_with_other_numbers_of_devices(
             for output, wanted in zip(outputs, generate(start(), prompts, params), strict=True):
                 assert_same(output, wanted)
                 assert output.cached_tokens == CachedTokens(store=32)
+
+
+@pytest.mark.parametrize("order", mainly([(1, 2, 4)], (4, 1, 2, 1)))
+def test_sessions_are_continued_by_engines_with_other_numbers_of_devices(
+    start: Start, model: Path, tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """Each engine restores what the one before has saved, and adds a turn: the tokens are those of a single engine."""
+    history, hint = tokens(20, "conversation"), ReuseHint("mine")
+    for turn, num_devices in enumerate(order):
+        sizes: dict[str, Any] = SIZES | {"multi_step": 1, "kv_offloading_path": str(tmp_path)}
+        with LLM(str(model), tensor_parallel_size=num_devices, **sizes) as llm:
+            if turn:
+                session, cached, num_computed = llm.sessions.restore("mine")
+                num_full = (len(history) - 1) // SIZES["page_size"] * SIZES["page_size"]  # the last token has no key
+                assert session.token_ids == history
+                assert (cached, num_computed) == (CachedTokens(disk=num_full), len(history) - num_full)
+            history = [*history, *tokens(5, turn)]
+            prompt = {"prompt_token_ids": history, "reuse": hint}
+            (output,) = llm.generate([prompt], PARAMS, use_tqdm=False)
+            assert output.num_cached_tokens >= (num_full if turn else 0)
+            assert_same(output, *generate(start(), [history], PARAMS))
+            history = [*history, *output.outputs[0].token_ids]
+            llm.sessions.save("mine")
