@@ -4,16 +4,18 @@ import contextlib
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxserve.api.config import EngineConfig
+from jaxserve.api.lora_request import LoRARequest
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_engine_flags, engine_options
 from jaxserve.cli.loading import load_llm, status_line
 from jaxserve.cli.logs import add_log_level
 from jaxserve.cli.process_flags import add_process_flags, is_distributed
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.server.lora_modules import read_modules
 from jaxserve.system import signals
 from jaxserve.system.ticker import Ticker
 
@@ -27,6 +29,8 @@ def _add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--strict", action="store_true", help=text)
     text = "model names accepted in requests (default: any)"
     parser.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help=text)
+    text = "LoRA adapters that requests name as `model`, each as NAME=PATH or JSON; see jaxserve serve"
+    parser.add_argument("--lora-modules", nargs="+", default=(), metavar="NAME=PATH", help=text)
     text = (
         "show live statistics on stderr about once a second instead of the progress bar; "
         "starts when all programs are compiled"
@@ -51,11 +55,16 @@ def _run(args: Namespace) -> int:
         raise ConfigError("--stats shows the steps of one engine, and --ray runs several; leave out one of them")
     if args.ray and is_distributed(args):
         raise ConfigError("--ray runs each engine in one process; leave out --ray or the flags for many processes")
+    adapters = read_modules(args.lora_modules)
+    if adapters and not engine_options(args).get("enable_lora"):
+        raise ConfigError("lora_modules needs enable_lora; add --enable-lora")
+    if adapters and args.ray:
+        raise ConfigError("--lora-modules are loaded by one engine, and --ray runs several; leave out one of them")
     summary = None
     if not is_distributed(args):  # the other processes would wait for this one's engine
         summary = find_finished(args.input, args.output, EngineConfig(**engine_options(args)).seed)
     if summary is None:
-        with _engine(args) as engine:
+        with _engine(args, adapters) as engine:
             names, use_tqdm = args.served_model_name, not args.stats
             summary = run_batch(engine, args.input, args.output, model_names=names, use_tqdm=use_tqdm)
     resumed = f" ({summary.num_resumed} from before)" if summary.num_resumed else ""
@@ -71,11 +80,16 @@ def _run(args: Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _engine(args: Namespace) -> Iterator[Any]:
-    """Yield what serves the batch: an `LLM` in this process, or a fleet of engines on Ray."""
+def _engine(args: Namespace, adapters: Sequence[LoRARequest]) -> Iterator[Any]:
+    """Yield what serves the batch: an `LLM` with adapters in this process, or a fleet of engines on Ray."""
     if not args.ray:
         with contextlib.nullcontext() if sys.stderr.isatty() else Ticker(_loading(time.monotonic())):
             llm = load_llm(args)
+            for adapter in adapters:
+                try:
+                    llm.load_lora(adapter)
+                except RequestError as error:
+                    raise ConfigError(f"lora_modules: {error}") from error
         with status_line(args.stats, llm):
             yield llm
         return

@@ -19,7 +19,7 @@ from batch_jobs import batch_input, wait_for
 from killing import records_by_id
 
 import jaxserve
-from jaxserve import EngineConfig, cli
+from jaxserve import EngineConfig, LoRARequest, RequestError, cli
 from jaxserve.cli.config_flags import NOT_FLAGS, engine_options, with_dashes
 from jaxserve.cli.loading import load_llm
 from jaxserve.cli.parser import COMMANDS, build_parser
@@ -220,6 +220,25 @@ def test_served_model_names(model: str, tmp_path: Path) -> None:
     assert records_by_id(out)["batch_req_1"]["response"]["body"]["model"] == "b"
 
 
+def test_adapters_of_a_batch(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded: list[tuple[str, str]] = []
+
+    def load(_: object, request: LoRARequest) -> None:
+        if request.lora_name == "bad":
+            raise RequestError("it is bad")
+        loaded.append((request.lora_name, request.lora_path))
+
+    monkeypatch.setattr(fake_engine.FakeLLM, "load_lora", load, raising=False)
+    source = batch_input(tmp_path / "in.jsonl", 1)
+    command = ["batch", source, str(tmp_path / "out.jsonl"), "--model", model, "--enable-lora", "--lora-modules"]
+    assert cli.main([*command, "bad=z"]) == 2
+    assert "lora_modules: it is bad" in capsys.readouterr().err
+    assert cli.main([*command, "a=x/y", '{"name": "b", "path": "z"}']) == 0
+    assert loaded == [("a", "x/y"), ("b", "z")]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -240,6 +259,11 @@ def test_served_model_names(model: str, tmp_path: Path) -> None:
         ),
         (["serve", "--lora-root", "x"], "lora_root needs admin_key, with which adapters are loaded; set one"),
         (["serve", "--lora-modules", "x"], "lora_modules must be NAME=PATH or JSON, got 'x'"),
+        (["batch", "a", "b", "--lora-modules", "x=y"], "lora_modules needs enable_lora; add --enable-lora"),
+        (
+            ["batch", "a", "b", "--ray", "--enable-lora", "--lora-modules", "x=y"],
+            "--lora-modules are loaded by one engine, and --ray runs several",
+        ),
         (["generate", "x", "--cpu_offload_gb", "4"], "cpu_offload_gb must be 0, got 4: all weights stay on the device"),
         (["generate", "x", "--block_size=8", "--page-size", "8"], "block_size is called page_size; pass one of them"),
         (
