@@ -176,7 +176,7 @@ class Replica:
 
     def save_pages(self, sequence: CachedSequence) -> int:
         """Write the stored pages durably; return how many of a sequence's first tokens have theirs in a tier that
-        survives.
+        survives, 0 if writing fails.
 
         Callable from any thread.
         """
@@ -185,7 +185,8 @@ class Replica:
         until_s = time.monotonic() + SYNC_S
         while self.scheduler.has_moves and time.monotonic() < until_s:  # the core's thread starts them after its step
             time.sleep(0.001)
-        self.mover.sync()
+        if not self.mover.sync():
+            return 0
         groups = self.executor.schedule.kv_groups
         tiers = [tier for tier in self._tiers if tier.outlives_device]
         hashes = PrefixHashes(groups.page_size).sequence_pages(sequence)

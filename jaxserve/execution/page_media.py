@@ -10,8 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -72,8 +71,12 @@ class Medium(Protocol):
     def forget_device(self) -> None:
         """Delete pages that a device failure may have destroyed."""
 
-    def sync(self) -> None:
-        """Wait until stored pages survive the process and the machine, if they can; callable from any thread."""
+    def sync(self) -> bool:
+        """Wait until stored pages survive the process and the machine, if they can; callable from any thread.
+
+        Returns:
+            False if that has failed.
+        """
 
     def close(self) -> None:
         """Complete the stores and free all resources. Has no effect the second time."""
@@ -131,8 +134,9 @@ class HostPages:
         """Free all pages: the latest may have been copied from destroyed ones."""
         self._pages.clear()
 
-    def sync(self) -> None:
-        """Do nothing: the pages end with this process."""
+    def sync(self) -> bool:
+        """Return True: the pages end with this process."""
+        return True
 
     def close(self) -> None:
         """Free all pages."""
@@ -205,17 +209,17 @@ class DiskPages:
     def forget_device(self) -> None:
         """Do nothing: pages that cannot be read from the device are not written."""
 
-    def sync(self) -> None:
+    def sync(self) -> bool:
         """Write the stored pages, and wait until the disk has them; callable from any thread."""
-        done = threading.Event()
-
-        def sync() -> None:
-            self._archive.sync()
-            done.set()
-
-        with suppress(RuntimeError):  # closed, with all pages written
-            self._submit(self._changes, sync)
-            done.wait(SYNC_S)
+        done: Future[bool] = Future()
+        try:
+            self._submit(self._changes, lambda: done.set_result(self._archive.sync()))
+        except RuntimeError:  # closed, with all pages written
+            return True
+        try:
+            return done.result(SYNC_S)
+        except TimeoutError:
+            return False
 
     def close(self) -> None:
         """Write the stored pages, and close the file."""

@@ -217,10 +217,10 @@ class PageMover:
         ended, self._ended = self._ended, []
         return ended
 
-    def sync(self) -> None:
-        """Write the pages stored so far durably; callable from any thread."""
-        for medium in self.media:
-            medium.sync()
+    def sync(self) -> bool:
+        """Write the pages stored so far durably; return False if that has failed. Callable from any thread."""
+        synced = [medium.sync() for medium in self.media]  # every one, also after a failure
+        return all(synced)
 
     def forget(self) -> None:
         """Forget all moves, after a failure: none of them writes to a device page any more."""

@@ -179,12 +179,13 @@ class StorePages:
     def forget_device(self) -> None:
         """Do nothing: pages that cannot be read from the device are not written."""
 
-    def sync(self) -> None:
+    def sync(self) -> bool:
         """Wait until the store has all pages that were given to it, if it takes them; callable from any thread."""
-        if not self._is_closed:
-            written = threading.Event()
-            self._to_write.put(written.set)
-            written.wait(SYNC_S)
+        if self._is_closed:
+            return True
+        written = threading.Event()
+        self._to_write.put(written.set)
+        return written.wait(SYNC_S)
 
     def close(self) -> None:
         """Write the stored pages, unless the store is too slow, and end the threads.

@@ -1,5 +1,6 @@
 """Saved sessions and tiers under odd conditions: other sizes and models, two engines, full disks, clocks, one page."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -110,6 +111,11 @@ def test_a_full_disk_refuses_a_session_and_keeps_the_former(
     assert llm.sessions.list() == [saved.session]
     assert llm.sessions.restore("mine").session.token_ids == history
     assert answer(llm, longer)
+    archive, fsync = llm.engine.host.core.replicas[0].mover.media[0]._archive, os.fsync
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", lambda file: fail() if file == archive._file else fsync(file))
+        assert llm.sessions.save("mine").num_stored_tokens == 0, "no page is known to outlive the machine"
+    assert llm.sessions.save("mine").num_stored_tokens > 0
     (tmp_path / "sessions").rename(tmp_path / "others")
     (tmp_path / "sessions").write_text("no directory")
     with pytest.raises(RequestError, match="the session 'mine' cannot be saved: "):

@@ -203,7 +203,11 @@ def test_failing_disk_loses_pages_only(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(page_archive.os, "pwritev", lambda *_: SLOT_BYTES // 2)  # the disk is full
     assert not archive.write(key(3), page(3))
     monkeypatch.undo()
-    assert archive.num_errors == 2
+    monkeypatch.setattr(page_archive.os, "fsync", fail)
+    assert not archive.sync()
+    monkeypatch.undo()
+    assert archive.sync()
+    assert archive.num_errors == 3
     assert archive.write(key(2), page(2))
     assert archive.read(key(2)) == page(2)
     archive.close()

@@ -138,12 +138,14 @@ class PageArchive:
         except OSError as error:
             self._note_error("empty", error)
 
-    def sync(self) -> None:
-        """Wait until the disk has all pages written so far."""
+    def sync(self) -> bool:
+        """Wait until the disk has all pages written so far; return False if it has failed."""
         try:
             os.fsync(self._file)
         except OSError as error:
             self._note_error("sync", error)
+            return False
+        return True
 
     def close(self) -> None:
         """Close the file and let others use it; has no effect the second time."""

@@ -121,8 +121,8 @@ class PageMover(Protocol):
     def take_ended(self) -> list[EndedMoves]:
         """Return the moves that have ended since the last call: steps launched from now on may read loaded pages."""
 
-    def sync(self) -> None:
-        """Write the pages stored so far durably; callable from any thread."""
+    def sync(self) -> bool:
+        """Write the pages stored so far durably; return False if that has failed. Callable from any thread."""
 
     def forget(self) -> None:
         """Forget all moves: none of them writes to a device page any more."""

@@ -157,8 +157,9 @@ class ModelledMover:
             loaded.append(self._loading.popleft()[1])
         return [*ended, EndedMoves(loaded, ok=True)] if loaded else ended
 
-    def sync(self) -> None:
-        """Do nothing: nothing is written."""
+    def sync(self) -> bool:
+        """Return True: nothing is written."""
+        return True
 
     def forget(self) -> None:
         """Forget all moves."""
