@@ -78,6 +78,8 @@ class Balancer:
         self.num_queued_tokens = 0
         self._prefixes: dict[str, Prefix] = {}  # prefixes of routed requests in the queue, by request id
         self._idle = dict.fromkeys(range(count))  # targets without requests
+        self._waits_for: dict[str, tuple[Route, int]] = {}  # by request id: closed route, target's version
+        self._versions = [0] * count  # changes of each target that the router has seen
         self._num_freed = 0  # targets that have become idle since requests were taken back
         self._with_waiting: dict[int, None] = {}  # targets with waiting requests
         self._changed.update(range(count))
@@ -160,6 +162,7 @@ class Balancer:
     def _dequeue(self, request: Request) -> None:
         """Remove a request from the queue and its tokens from the count."""
         self._queue.remove(request)
+        self._waits_for.pop(request.request_id, None)
         self.num_queued_tokens -= request.num_tokens
 
     def _give(self, request: Request, index: int) -> None:
@@ -192,6 +195,7 @@ class Balancer:
         """Pass a target's load to the router; remember whether the target is idle and whether requests wait there."""
         target = self._targets[index]
         view = target.view
+        self._versions[index] += 1
         self._router.set_load(index, target.load, is_open=is_open)
         if view.is_idle:
             self._num_freed += index not in self._idle
@@ -233,16 +237,23 @@ class Balancer:
                 self._could_start,
                 lambda request, route: request.num_tokens - route.num_shared_tokens + ROW_CHARGE_TOKENS,
                 lambda request: not has_classes or request.priority == queue.last_priority,
+                self._unchanged_route,
             ):
                 if route.is_open:
                     self.bind(request, route.replica)
                     bound.append(request)
                 else:
+                    self._waits_for[request.request_id] = route, self._versions[route.replica]
                     waiting.append(request)
         for request in bound:
             self._dequeue(request)
         self.num_deferred = len(waiting)
         return waiting
+
+    def _unchanged_route(self, request: Request) -> Route | None:
+        """Return the closed route that a request was given before, unless its target has changed since."""
+        route, version = self._waits_for.get(request.request_id, (None, 0))
+        return route if route is not None and version == self._versions[route.replica] else None
 
     def _could_start(self, request: Request, route: Route) -> Start:
         """Return whether a route's target could start a request now; if it is full, look at it again next time."""

@@ -195,6 +195,7 @@ class Router:
         could_start: Callable[[Job, Route], Start],
         load_of: Callable[[Job, Route], int],
         may_wait: Callable[[Job], bool] = lambda _: True,
+        waits_for: Callable[[Job], Route | None] = lambda _: None,
     ) -> Iterator[tuple[Job, Route]]:
         """Route the jobs of a queue in order until no replica is open.
 
@@ -208,14 +209,19 @@ class Router:
                 closed route; a full replica is closed until its next `set_load`.
             load_of: returns the load, in tokens, that a job adds to a replica.
             may_wait: returns whether a job may wait for a closed replica that has computed its prefix.
+            waits_for: returns the closed route that a job was given before, if it need not be chosen again.
         """
         num_skipped = 0
         awaited: dict[int, None] = {}  # replicas that skipped jobs wait for
         try:
             for job in queue:
                 is_last, answer = num_skipped == MAX_SKIPPED, Start.FULL
-                prefix, only_open = prefix_of(job), is_last or not may_wait(job)
-                while (route := self.choose(prefix, only_open=only_open)) is not None and route.is_open:
+                only_open = is_last or not may_wait(job)
+                route = None if only_open else waits_for(job)
+                prefix = NO_PREFIX if route is not None else prefix_of(job)
+                while route is None or route.is_open:
+                    if (route := self.choose(prefix, only_open=only_open)) is None or not route.is_open:
+                        break
                     if (answer := could_start(job, route)) is not Start.FULL:
                         break
                     self.close(route.replica)
