@@ -64,6 +64,19 @@ def test_pages_are_those_written_and_each_byte_is_sent_once(open_at: Open) -> No
     assert readers[1].has(names[:2]) == [False, True]
 
 
+def test_a_connection_in_use_while_its_reader_closes_is_closed_after_the_answer(
+    open_at: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, reader, opened = open_at(writes=True), open_at(), []
+    assert isinstance(reader, ReaderStore)
+    connect, page = reader._connect, reader._page
+    monkeypatch.setattr(reader, "_connect", lambda: opened.append(connect()) or opened[-1])
+    monkeypatch.setattr(reader, "_page", lambda *given: reader.close() or page(*given))
+    assert holder.write("a", b"page")
+    assert reader.read("a") == b"page"
+    assert [connection.fileno() for connection in opened] == [-1]
+
+
 def test_old_pages_and_those_beyond_the_memory_are_forgotten(open_at: Open) -> None:
     holder = open_at(writes=True, ttl_s=0.3, size_gib=3000 / 2**30)
     assert [holder.write(name, bytes(1000)) for name in "abc"] == [True] * 3

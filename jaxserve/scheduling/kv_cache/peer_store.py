@@ -269,6 +269,7 @@ class ReaderStore:
         self._address, self._seal, self._shown, self._error = address, seal, config.shown, error
         self._timeout_s, self._max_bytes = config.timeout_s, int(config.size_gib * 2**30)
         self._idle: list[socket.socket] = []
+        self._is_closed = False
 
     def has(self, names: Sequence[str]) -> list[bool]:
         """Return whether there are pages with these names, by as few messages as can hold them."""
@@ -293,9 +294,11 @@ class ReaderStore:
         """Delete nothing: the page is another engine's."""
 
     def close(self) -> None:
-        """Close all connections."""
-        while self._idle:
-            self._idle.pop().close()
+        """Close all connections; those in use are closed after their answers."""
+        self._is_closed = True
+        with suppress(IndexError):  # another thread may take the last one
+            while self._idle:
+                self._idle.pop().close()
 
     def _ask(self, message: dict[str, Any]) -> tuple[dict[str, Any], bytes | None]:
         """Return the answer to a message, and the page after it; again if a kept connection was closed."""
@@ -318,6 +321,8 @@ class ReaderStore:
                     continue
                 raise self._error(f"the engine at {self._shown} has failed: {error}") from error
             self._idle.append(connection)
+            if self._is_closed:
+                self.close()
             return answer, page
 
     def _page(self, connection: socket.socket, size: object) -> bytes | None:
