@@ -25,7 +25,7 @@ LOAD = 0.5  # mean arrivals as a fraction of the sustainable ones
 BLOCK = 16  # tokens per block id
 PREFIX_BLOCKS = 16
 MAX_PROMPT, MAX_OUTPUT = 256, 128
-FLEETS = "8x12000 8x120000 100x12000 1000x40000 10000x400000"
+FLEETS = "8x12000 8x40000 1000x10000 10000x100000"
 
 
 def day(seed: int, mean: float, count: int, num_prefixes: int) -> Iterator[TracedRequest]:
