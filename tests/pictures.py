@@ -123,6 +123,11 @@ class Pictures:
 
     def greedy(self, ids: Sequence[int], spans: Sequence[ImageSpan], num_tokens: int) -> tuple[list[int], list[float]]:
         """Return the tokens that transformers generates greedily, without end, and their log probabilities."""
+        if self.has_axes and ids[-1] == self.token_id and num_tokens > 1:
+            # `generate` takes the type of the last token for all later ones, whose positions are then an image's.
+            [first], [logprob] = self.greedy(ids, spans, 1)
+            later, logprobs = self.greedy([*ids, first], spans, num_tokens - 1)
+            return [first, *later], [logprob, *logprobs]
         given = GIVEN[self.family.name](self._given(spans)) if spans else {}
         tokens = torch.tensor([list(ids)])
         if self.has_axes or self.family.name in _TYPES:
