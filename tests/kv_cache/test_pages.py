@@ -58,6 +58,7 @@ def test_a_page_in_use_is_not_freed_and_a_free_one_not_again():
         ({0: 1}, lambda pages: pages.states.__setitem__(1, COMPUTING), "page 1 is .* and in the free list: True"),
         ({}, lambda pages: pages.num_owners.__setitem__(0, 0), "page 0 is lost"),
         ({0: 1}, lambda pages: pages.free_pages.append(1), "twice in the free list"),
+        ({0: 1, 2: 1}, lambda pages: None, "page 2 is in use but not listed"),
     ],
 )
 def test_the_check_names_the_page(owners, change, message):

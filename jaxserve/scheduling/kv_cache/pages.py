@@ -91,6 +91,8 @@ class Pages:
         free = set(self.free_pages)
         assert len(free) == len(self.free_pages), "a page is twice in the free list"
         assert self.num_free == len(free) + self._num_pages - len(self.states), "a free page is not counted"
+        unlisted = [page for page in owners if page >= len(self.states)]
+        assert not unlisted, f"page {unlisted[0]} is in use but not listed"
         for page, (state, num_owners) in enumerate(zip(self.states, self.num_owners, strict=True)):
             assert num_owners == owners.get(page, 0), f"page {page}: {num_owners} owners, not {owners.get(page, 0)}"
             assert (state is FREE) == (page in free), f"page {page} is {state} and in the free list: {page in free}"
