@@ -1,6 +1,6 @@
 """Fleets with up to 10,000 replicas behind the engine's balancer, on a day's traffic: what simulating a request costs.
 
-    python scripts/study.py diurnal --json scripts/results/diurnal.json
+    python scripts/study.py diurnal --fleets 10000x50000 --json scripts/results/diurnal.json
     python scripts/study.py diurnal --fleets 10000x400000
 
 Arrivals follow a day between a quarter and 1.75 times their mean rate, which is half what the replicas sustain. The day

@@ -1,6 +1,6 @@
 """Learned policies against the best fixed value in hindsight, and against the engine's models of cost.
 
-    python scripts/study.py learned --json scripts/results/learned.json
+    python scripts/study.py learned --seconds 60 --json scripts/results/learned.json
 
 - `drafts`: how many tokens to draft per round. Verification of k drafts shows what every smaller number would have got,
   and a larger one too unless all were accepted. `hedge` uses this full information, by multiplicative weights that
