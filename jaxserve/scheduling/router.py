@@ -209,7 +209,8 @@ class Router:
                 closed route; a full replica is closed until its next `set_load`.
             load_of: returns the load, in tokens, that a job adds to a replica.
             may_wait: returns whether a job may wait for a closed replica that has computed its prefix.
-            waits_for: returns the closed route that a job was given before, if it need not be chosen again.
+            waits_for: returns the closed route that a job was given before, if it need not be chosen again. Such a job
+                is skipped even while no replica is open.
         """
         num_skipped = 0
         awaited: dict[int, None] = {}  # replicas that skipped jobs wait for
