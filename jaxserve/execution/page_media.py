@@ -213,7 +213,7 @@ class DiskPages:
         """Write the stored pages, and wait until the disk has them; callable from any thread."""
         done: Future[bool] = Future()
         try:
-            self._submit(self._changes, lambda: done.set_result(self._archive.sync()))
+            self._submit(self._changes, lambda: _end(done.set_result, self._archive.sync, False))
         except RuntimeError:  # closed, with all pages written
             return True
         try:
