@@ -60,6 +60,8 @@ def _run(args: Namespace) -> int:
         raise ConfigError("lora_modules needs enable_lora; add --enable-lora")
     if adapters and args.ray:
         raise ConfigError("--lora-modules are loaded by one engine, and --ray runs several; leave out one of them")
+    if both := [each.lora_name for each in adapters if each.lora_name in args.served_model_name]:
+        raise ConfigError(f"--lora-modules and --served-model-name must have different names, got {both[0]!r} in both")
     summary = None
     if not is_distributed(args):  # the other processes would wait for this one's engine
         summary = find_finished(args.input, args.output, EngineConfig(**engine_options(args)).seed)

@@ -264,6 +264,10 @@ def test_adapters_of_a_batch(
             ["batch", "a", "b", "--ray", "--enable-lora", "--lora-modules", "x=y"],
             "--lora-modules are loaded by one engine, and --ray runs several",
         ),
+        (
+            ["batch", "a", "b", "--enable-lora", "--lora-modules", "x=y", "--served-model-name", "w", "x"],
+            "--lora-modules and --served-model-name must have different names, got 'x' in both",
+        ),
         (["generate", "x", "--cpu_offload_gb", "4"], "cpu_offload_gb must be 0, got 4: all weights stay on the device"),
         (["generate", "x", "--block_size=8", "--page-size", "8"], "block_size is called page_size; pass one of them"),
         (
