@@ -61,7 +61,7 @@ class PeerLostError(RuntimeError):
 
 def error_at(where: str, error: RequestError) -> RequestError:
     """Return an error whose message begins with where it occurred; one that is not the request's fault stays such."""
-    kind = next((each for each in (BusyError, FaultError) if isinstance(error, each)), RequestError)
+    kind = next((each for each in (BusyError, FaultError, EngineDiedError) if isinstance(error, each)), RequestError)
     return kind(f"{where}: {error}" if where else str(error))
 
 
