@@ -1,4 +1,4 @@
-"""Saved sessions and tiers under odd conditions: other sizes and models, two engines, full disks, clocks, one page."""
+"""Saved sessions and tiers under odd conditions: other sizes and models, two engines, full disks, one page."""
 
 import os
 from collections.abc import Callable, Iterator
