@@ -5,6 +5,7 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxserve.api.config import EngineConfig
@@ -27,7 +28,7 @@ def _add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("output", metavar="OUT", help=text)
     text = "exit with code 1 if lines have failed (default: 0; their records have the errors)"
     parser.add_argument("--strict", action="store_true", help=text)
-    text = "model names accepted in requests (default: any)"
+    text = "model names accepted in requests (default: any; with --lora-modules the path and its last part)"
     parser.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help=text)
     text = "LoRA adapters that requests name as `model`, each as NAME=PATH or JSON; see jaxserve serve"
     parser.add_argument("--lora-modules", nargs="+", default=(), metavar="NAME=PATH", help=text)
@@ -60,15 +61,19 @@ def _run(args: Namespace) -> int:
         raise ConfigError("lora_modules needs enable_lora; add --enable-lora")
     if adapters and args.ray:
         raise ConfigError("--lora-modules are loaded by one engine, and --ray runs several; leave out one of them")
-    if both := [each.lora_name for each in adapters if each.lora_name in args.served_model_name]:
-        raise ConfigError(f"--lora-modules and --served-model-name must have different names, got {both[0]!r} in both")
+    config = EngineConfig(**engine_options(args))
+    names = args.served_model_name
+    if adapters and not names:  # any other name could be an adapter's, misspelt
+        own = str(config.model or config.model_path)
+        names = (Path(own).name, own)
+    if both := [each.lora_name for each in adapters if each.lora_name in names]:
+        raise ConfigError(f"--lora-modules must not have a name of the model's, got {both[0]!r}; choose another name")
     summary = None
     if not is_distributed(args):  # the other processes would wait for this one's engine
-        summary = find_finished(args.input, args.output, EngineConfig(**engine_options(args)).seed)
+        summary = find_finished(args.input, args.output, config.seed)
     if summary is None:
         with _engine(args, adapters) as engine:
-            names, use_tqdm = args.served_model_name, not args.stats
-            summary = run_batch(engine, args.input, args.output, model_names=names, use_tqdm=use_tqdm)
+            summary = run_batch(engine, args.input, args.output, model_names=names, use_tqdm=not args.stats)
     resumed = f" ({summary.num_resumed} from before)" if summary.num_resumed else ""
     failed = "no line failed"
     if summary.num_errors:

@@ -237,6 +237,9 @@ def test_adapters_of_a_batch(
     assert "lora_modules: it is bad" in capsys.readouterr().err
     assert cli.main([*command, "a=x/y", '{"name": "b", "path": "z"}']) == 0
     assert loaded == [("a", "x/y"), ("b", "z")]
+    batch_input(tmp_path / "in.jsonl", 1, model="misspelt")
+    assert cli.main([*command[:2], str(tmp_path / "other.jsonl"), *command[3:], "a=x/y"]) == 0
+    assert "model_not_found" in (tmp_path / "other.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,7 @@ def test_adapters_of_a_batch(
         ),
         (
             ["batch", "a", "b", "--enable-lora", "--lora-modules", "x=y", "--served-model-name", "w", "x"],
-            "--lora-modules and --served-model-name must have different names, got 'x' in both",
+            "--lora-modules must not have a name of the model's, got 'x'; choose another name",
         ),
         (["generate", "x", "--cpu_offload_gb", "4"], "cpu_offload_gb must be 0, got 4: all weights stay on the device"),
         (["generate", "x", "--block_size=8", "--page-size", "8"], "block_size is called page_size; pass one of them"),
