@@ -206,8 +206,10 @@ def test_failing_disk_loses_pages_only(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(page_archive.os, "fsync", fail)
     assert not archive.sync()
     monkeypatch.undo()
-    assert archive.sync()
+    assert not archive.sync(), "the system reports a lost page once"
     assert archive.num_errors == 3
+    archive.clear()
+    assert archive.sync()
     assert archive.write(key(2), page(2))
     assert archive.read(key(2)) == page(2)
     archive.close()

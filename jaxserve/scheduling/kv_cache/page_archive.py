@@ -52,6 +52,7 @@ class PageArchive:
 
     def __init__(self, directory: Path, fingerprint: bytes, page_bytes: int, max_bytes: int) -> None:
         self.num_corrupt = self.num_errors = 0
+        self._has_lost = False  # True after a failed sync: the next one succeeds without the pages that were lost
         self._fingerprint, self.page_bytes = fingerprint, page_bytes
         self.slot_bytes = _HEADER_BYTES + page_bytes
         self.num_slots = max_bytes // self.slot_bytes
@@ -132,20 +133,20 @@ class PageArchive:
     def clear(self) -> None:
         """Delete all pages, also for later processes."""
         self._slots.clear()
-        self._free, self._next = [], 0
+        self._free, self._next, self._has_lost = [], 0, False
         try:
             os.ftruncate(self._file, 0)
         except OSError as error:
             self._note_error("empty", error)
 
     def sync(self) -> bool:
-        """Wait until the disk has all pages written so far; return False if it has failed."""
+        """Wait until the disk has all pages written so far; return False if it has failed, now or before."""
         try:
             os.fsync(self._file)
         except OSError as error:
+            self._has_lost = True
             self._note_error("sync", error)
-            return False
-        return True
+        return not self._has_lost
 
     def close(self) -> None:
         """Close the file and let others use it; has no effect the second time."""
