@@ -121,18 +121,21 @@ class Pictures:
         images = [(span.image.grid, span.image.patches, span.image.size) for span in spans]
         return images if self.family.sizes else [(grid, patches) for grid, patches, _ in images]
 
-    def greedy(self, ids: Sequence[int], spans: Sequence[ImageSpan], num_tokens: int) -> tuple[list[int], list[float]]:
+    def greedy(
+        self, ids: Sequence[int], spans: Sequence[ImageSpan], num_tokens: int, *, suppressed: Sequence[int] = ()
+    ) -> tuple[list[int], list[float]]:
         """Return the tokens that transformers generates greedily, without end, and their log probabilities."""
         if self.has_axes and ids[-1] == self.token_id and num_tokens > 1:
             # `generate` takes the type of the last token for all later ones, whose positions are then an image's.
-            [first], [logprob] = self.greedy(ids, spans, 1)
-            later, logprobs = self.greedy([*ids, first], spans, num_tokens - 1)
+            [first], [logprob] = self.greedy(ids, spans, 1, suppressed=suppressed)
+            later, logprobs = self.greedy([*ids, first], spans, num_tokens - 1, suppressed=suppressed)
             return [first, *later], [logprob, *logprobs]
         given = GIVEN[self.family.name](self._given(spans)) if spans else {}
         tokens = torch.tensor([list(ids)])
         if self.has_axes or self.family.name in _TYPES:
             given[_TYPES.get(self.family.name, "mm_token_type_ids")] = (tokens == self.token_id).int()
         options = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+        options |= {"suppress_tokens": [*suppressed]} if suppressed else {}
         with torch.no_grad():
             out = self.model.generate(
                 input_ids=tokens, **given, **options, output_logits=True, return_dict_in_generate=True

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.test_pictures import NUM_TOKENS, SERVED, Served, tokens
+from jaxserve.api.sampling_params import SamplingParams
+from tests.e2e.test_pictures import GREEDY, NUM_TOKENS, SERVED, Served, tokens
 
 pytestmark = [pytest.mark.full, pytest.mark.exhaustive]
 
@@ -23,7 +24,8 @@ MAX_LEN = 118
 def random_prompts(served: Served, rng: np.random.Generator) -> list[Any]:
     """Return up to six prompts with 0 to 4 images, in some of which another one is the prefix, or the whole."""
     pictures = served.pictures
-    needs_text = served.engine().schedule.sees_images  # adjacent images would see each other in transformers
+    # In transformers adjacent images would see each other, or be one image to M-RoPE.
+    needs_text = served.engine().schedule.sees_images or pictures.has_axes
 
     def parts(prefix: list[Any]) -> list[Any]:
         made = [*prefix, *([int(rng.integers(1, 9))] if prefix or rng.random() < 0.6 else [])]
@@ -46,10 +48,17 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("kind", ENGINES)
 def test_random_prompts_have_the_tokens_of_transformers(served: Served, kind: str) -> None:
     options = dict(ENGINES[kind])
+    if kind == "speculative" and served.engine().arch.state is not None:
+        pytest.skip("a recurrent state cannot undo rejected drafts")
     if served.engine().schedule.sees_images and "max_num_batched_tokens" in options:
         options["max_num_batched_tokens"] = 16  # a step holds an image
     engine, rng = served.engine(**options), np.random.default_rng([*kind.encode()])
+    # Gemma 4 in transformers gives a generated image token the embedding of padding.
+    image_token = served.pictures.token_id
+    params = SamplingParams(**GREEDY, logit_bias={image_token: -100.0})
     for _ in range(4):
         prompts = random_prompts(served, rng)
-        for (ids, spans), output in zip(prompts, served.run(prompts, engine), strict=True):
-            assert tokens(output) == served.pictures.greedy(ids, spans, NUM_TOKENS)[0]
+        outputs = [engine.add_request(str(i), ids, params, images=spans) for i, (ids, spans) in enumerate(prompts)]
+        served.finish(engine)
+        for (ids, spans), output in zip(prompts, outputs, strict=True):
+            assert tokens(output) == served.pictures.greedy(ids, spans, NUM_TOKENS, suppressed=[image_token])[0]
