@@ -88,8 +88,8 @@ class DraftPolicy(Protocol):
     def choose(self) -> int:
         """Return the number of tokens to draft in the next round."""
 
-    def ended(self, num_drafts: int, accepted: Sequence[int], seconds: float) -> None:
-        """Note a round: drafted tokens, those accepted by row, and its time."""
+    def ended(self, num_drafts: int, accepted: Sequence[int], seconds: float) -> int:
+        """Note a round: drafted tokens, those accepted by row, and its time. Return how many the rows had drafted."""
 
 
 class FixedDrafts:
@@ -101,8 +101,8 @@ class FixedDrafts:
     def choose(self) -> int:
         return self._num_drafts
 
-    def ended(self, num_drafts: int, accepted: Sequence[int], seconds: float) -> None:
-        """Learn nothing."""
+    def ended(self, num_drafts: int, accepted: Sequence[int], seconds: float) -> int:
+        return sum(accepted)
 
 
 class HedgeDrafts:
@@ -119,7 +119,7 @@ class HedgeDrafts:
     def choose(self) -> int:
         return self._draw.choices(range(MAX_DRAFTS + 1), self._weights)[0]
 
-    def ended(self, num_drafts: int, accepted: Sequence[int], seconds: float) -> None:
+    def ended(self, num_drafts: int, accepted: Sequence[int], seconds: float) -> int:
         offered = sum(min(each + 1, num_drafts) for each in accepted)
         self._chance = [self._KEPT * self._chance[0] + offered, self._KEPT * self._chance[1] + sum(accepted)]
         self._tokens = self._KEPT * self._tokens + sum(accepted) + len(accepted)
@@ -132,6 +132,7 @@ class HedgeDrafts:
             self._weights[number] *= math.exp(self._RATE * gain)
         whole_weight = sum(self._weights)
         self._weights = [(1 - self._SHARE) * w / whole_weight + self._SHARE / len(self._weights) for w in self._weights]
+        return sum(accepted)
 
 
 class BanditDrafts:
@@ -143,8 +144,9 @@ class BanditDrafts:
     def choose(self) -> int:
         return self._bandit.choose()
 
-    def ended(self, num_drafts: int, accepted: Sequence[int], seconds: float) -> None:
+    def ended(self, num_drafts: int, accepted: Sequence[int], seconds: float) -> int:
         self._bandit.add(num_drafts, (sum(accepted) + len(accepted)) / seconds / self._best)
+        return sum(accepted)
 
 
 class EngineDrafts:
@@ -161,13 +163,14 @@ class EngineDrafts:
         self._is_scout = self._pacer.launched(num_drafts, num_rounds)
         return num_drafts
 
-    def ended(self, num_drafts: int, accepted: Sequence[int], seconds: float) -> None:
+    def ended(self, num_drafts: int, accepted: Sequence[int], seconds: float) -> int:
         self._now_s += seconds
         got = np.minimum(np.array(accepted, np.int32), self._wanted)[:, None].astype(np.int32)
         if num_drafts:
             self._pacer.acceptance.add(self._slots, self._wanted[:, None].astype(np.int32), got)
         mean = float(got[self._wanted > 0].mean()) + 1 if num_drafts else 1.0
         self._pacer.ended(self._program, num_drafts, 1, 1, mean, self._now_s, is_scout=self._is_scout)
+        return int(got.sum())  # some rows draft fewer tokens than others
 
 
 def decode(policy: DraftPolicy, text: str, num_rows: int, seconds: float, seed: int) -> list[int]:
@@ -177,9 +180,8 @@ def decode(policy: DraftPolicy, text: str, num_rows: int, seconds: float, seed: 
         chance, num_drafts = TEXTS[text][int(now_s / TEXT_S) % len(TEXTS[text])], policy.choose()
         runs = [min(int(math.log(1 - draw.random()) / math.log(chance)), num_drafts) for _ in range(num_rows)]
         took_s = round_s(num_rows, num_drafts) * (1 + 0.05 * draw.expovariate(1))
-        policy.ended(num_drafts, runs, took_s)
+        tokens += policy.ended(num_drafts, runs, took_s) + num_rows
         now_s += took_s
-        tokens += sum(runs) + num_rows
         if now_s >= seconds / 4 * (len(quarters) + 1):
             quarters.append(tokens)
     return quarters
