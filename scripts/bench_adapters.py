@@ -105,9 +105,9 @@ def main() -> None:
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         checkpoint = args.model or write_model(directory / "model")
-        # Steps with a token per row, also of prompts: two programs to compile.
+        # Steps with a token per row, also of prompts: few programs to compile, all of them before the first round.
         limits = {"max_num_seqs": args.rows, "max_num_batched_tokens": args.rows, "max_model_len": 256}
-        options: dict[str, Any] = {**limits, "compile_ahead": "minimal", "multi_step": args.multi_step}
+        options: dict[str, Any] = {**limits, "compile_ahead": "all", "multi_step": args.multi_step}
         options |= {"model": checkpoint, "skip_tokenizer_init": True, "dtype": args.dtype}
         lora = {"enable_lora": True, "max_loras": args.adapters, "max_lora_rank": args.rank}
         plain, adapted = LLM(**options), LLM(**options, **lora)
