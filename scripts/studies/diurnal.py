@@ -1,12 +1,12 @@
-"""Fleets with up to 10,000 replicas behind the engine's balancer, on a day's traffic: what simulating a request costs.
+"""Fleets with up to 10,000 replicas with the engine's balancer, on a day's traffic: the cost to simulate a request.
 
     python scripts/study.py diurnal --fleets 10000x50000 --json scripts/results/diurnal.json
     python scripts/study.py diurnal --fleets 10000x400000
 
-Arrivals follow a day between a quarter and 1.75 times their mean rate, which is half what the replicas sustain. The day
+Arrivals follow a day between a quarter and 1.75 times their mean rate, half the sustainable one. The day
 is compressed until REPLICAS get REQUESTS. Prompts begin with system prompts, so that the router looks for prefixes too.
-Each fleet is simulated in a new process, whose processor time and peak memory are reported: they show what grows with
-the replicas, and what with the requests.
+Each fleet is simulated in a new process, whose processor time and peak memory are reported: both grow with the
+replicas, and with the requests.
 """
 
 import math

@@ -1,16 +1,16 @@
-"""Learned policies against the best fixed value in hindsight, and against the engine's models of cost.
+"""Learned policies against the best fixed value in hindsight, and against the engine's cost models.
 
     python scripts/study.py learned --seconds 60 --json scripts/results/learned.json
 
-- `drafts`: how many tokens to draft per round. Verification of k drafts shows what every smaller number would have got,
-  and a larger one too unless all were accepted. `hedge` uses this full information, by multiplicative weights that
+- `drafts`: how many tokens to draft per round. Verification of k drafts shows the result of every smaller number, and
+  of a larger one too unless all were accepted. `hedge` uses this full information, by multiplicative weights that
   keep a little for every number; `bandit` uses only the number that it tried; `engine` is the engine's pacer.
 - `share`: how many prompt tokens a step may have alongside decoding rows. `bandit` keeps a value for `WINDOW_S` and
-  learns from the fraction of requests that met both targets; `engine` are the engine's deadlines with measured step
+  learns how often requests met both targets; `engine` are the engine's deadlines with measured step
   times.
-- `loads`: whether to load a cached prefix from a tier, or to compute it. Only the time of the choice is seen. `bandit`
-  learns for each size of prefix; `engine` compares measured times, as `Transfers.pays` does; a fixed value is the
-  number of blocks from which to load.
+- `loads`: whether to load a cached prefix from a tier, or to compute it. Only the chosen way's time is seen. `bandit`
+  learns for each prefix size; `engine` compares measured times, as `Transfers.pays` does; a fixed value is the
+  block count from which to load.
 
 Bandits are UCB with discounted samples. `of_best` is the result relative to the best fixed value, and more is better.
 """
@@ -76,7 +76,7 @@ TEXTS = {"steady": (0.7,), "changing": (0.9, 0.15, 0.6)}  # chances that a draft
 
 
 def round_s(num_rows: int, num_drafts: int) -> float:
-    """Return the time of a round: of a plain step without drafts, otherwise of drafts and their verification."""
+    """Return a round's time: a plain step without drafts, otherwise drafts and their verification."""
     if not num_drafts:
         return 0.010 + 0.0001 * num_rows
     return 0.011 + 0.0004 * num_rows + num_drafts * (0.001 + 0.00002 * num_rows)

@@ -31,13 +31,13 @@ _LISTED = 256  # pages listed together when they are first needed
 class Pages:
     """Pages 0 .. num_pages - 1 of a pool. Every operation takes constant time per page.
 
-    Pages are listed when they are first needed, in the order of their numbers: a simulator has thousands of pools.
+    Pages are listed when they are first needed, by ascending number: a simulator has thousands of pools.
     Asserts guard against double frees: they are bugs here, never a caller's mistake.
 
     Attributes:
         states: state of each listed page.
-        num_owners: number of requests using each listed page.
-        content: content of the pages that can be found.
+        num_owners: how many requests use each listed page.
+        content: content by page, if it can be found.
         free_pages: listed free pages, the next one at the end.
         num_free: number of free pages, listed or not.
     """
@@ -87,7 +87,7 @@ class Pages:
         self.free_pages[:0] = range(first + count - 1, first - 1, -1)
 
     def check_integrity(self, owners: Mapping[int, int]) -> None:
-        """Assert consistency; `owners` maps each page in use to its number of owners."""
+        """Assert consistency; `owners` maps each page in use to its owners' number."""
         free = set(self.free_pages)
         assert len(free) == len(self.free_pages), "a page is twice in the free list"
         assert self.num_free == len(free) + self._num_pages - len(self.states), "a free page is not counted"
