@@ -224,7 +224,9 @@ time.sleep(60)
     with process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        wait_for(lambda: process_state(pid) == "T")
+        # Only a process whose threads have all stopped ends with the driver; the first one may stop before others.
+        threads = Path(f"/proc/{pid}/task")
+        wait_for(lambda: {process_state(int(each.name)) for each in threads.iterdir()} == {"T"})
         process.kill()
     wait_for(lambda: process_state(pid) in (None, "Z"))
 
