@@ -100,7 +100,7 @@ def test_many_replicas_route_a_request_about_once(monkeypatch: pytest.MonkeyPatc
     assert len(routed) < 2.5 * len(trace)
 
 
-def test_a_policy_limits_the_prompt_tokens_alongside_decoding_rows() -> None:
+def test_a_policy_limits_the_prompt_tokens_alongside_decoding_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     class Few(SingleSteps):
         def choose(self, scheduler: Scheduler, now_s: float) -> StepChoice:
             return ONE_STEP._replace(max_prefill_tokens=8)
@@ -108,7 +108,12 @@ def test_a_policy_limits_the_prompt_tokens_alongside_decoding_rows() -> None:
     plans: list[StepPlan] = []
     simulation = Simulation(SIZES, TIMES, chooser=Few())
     monitored, update = simulation.replicas[0], simulation.replicas[0].update
-    monitored.update = lambda: plans.append(monitored.in_flight[0].plan) or update()  # type: ignore[method-assign]
+
+    def noted_update() -> object:
+        plans.append(monitored.in_flight[0].plan)
+        return update()
+
+    monkeypatch.setattr(monitored, "update", noted_update)
     totals = simulation.run([TracedRequest(0.0, 60, 30), TracedRequest(0.1, 200, 5)])
     assert totals.num_ended == 2
     assert plans[0].num_prefill_tokens == 60, "no row decodes"
