@@ -107,7 +107,7 @@ def _vocab_size(checkpoint: Path) -> int:
 
 def _limits(workloads: Sequence[Workload], arch: ArchConfig, dtype: str) -> dict[str, float]:
     """Return each workload's arithmetic limit in seconds for an engine that computes in `dtype`."""
-    # The kept rates may be of a slower hour of a shared machine.
+    # The kept rates may come from an hour in which others shared the machine.
     rates = best_rates(device_peak_rates(jnp.dtype(dtype)), measure_peak_rates(jnp.dtype(dtype)))
     float_bytes = jnp.dtype(dtype).itemsize
     return {workload.name: least_work(workload, arch, float_bytes).seconds(rates) for workload in workloads}

@@ -3,7 +3,7 @@
     python scripts/study.py stability --json scripts/results/stability.json
     python scripts/study.py NAME --help
 
-Names are those of the modules in scripts/studies: stability, autoscaling, decentralised, disaggregation, diurnal,
+Each name is a module in scripts/studies: stability, autoscaling, decentralised, disaggregation, diurnal,
 energy, learned. Each prints its rows as they come; --json writes them.
 """
 

@@ -74,7 +74,7 @@ def test_sessions_in_smaller_engines_and_of_other_models(start_llm: Callable[...
 
 
 def test_two_engines_on_one_directory(start_llm: Callable[..., LLM]) -> None:
-    """Each has a file of pages of its own; saved sessions are those of both."""
+    """Each writes its own file of pages, and lists the saved sessions of both."""
     first, second = start_llm(), start_llm()
     prompt = tokens(21, "shared")
     history = prompt + answer(first, prompt)

@@ -1,4 +1,4 @@
-"""Joules in headers: those of all replies, and of idle time, are what the meter counts."""
+"""Joules in headers: all replies and idle time add up to the meter's count."""
 
 import time
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ def metered(llama: Path) -> Iterator[tuple[Running, TenWatts]]:
 
 
 def joules_by_use(server: Running) -> dict[str, float]:
-    """Return the joules of requests and of idle time in the server's metrics."""
+    """Return the joules for requests and for idle time in the server's metrics."""
     families = text_string_to_metric_families(server.client.get("/metrics").text)
     (family,) = [each for each in families if each.name == "jaxserve:energy_joules"]
     return {sample.labels["use"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
